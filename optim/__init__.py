@@ -1,0 +1,1 @@
+"""Low-communication optimizers, each a recipe of a few small parts."""

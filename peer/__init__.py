@@ -1,0 +1,1 @@
+"""The daemon: membership, training, state, and the command line."""

@@ -1,0 +1,1 @@
+"""What peers say to each other: identity, secure channel, streams, rounds and collectives."""

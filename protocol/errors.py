@@ -1,0 +1,73 @@
+"""The errors that Shoal raises on purpose.
+
+Every one of them carries a message that says what happened and to which peer, and may carry a hint that says what to
+do about it. Anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base of all of Shoal's own errors.
+
+    Args:
+        message: What happened, to whom.
+        hint: What the reader can do about it, or None.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class IdentityError(ShoalError):
+    """An identity file is missing, damaged, or readable by others."""
+
+
+class AddressError(ShoalError):
+    """Text that should be HOST:PORT is not, or the address cannot be listened on."""
+
+
+class PeerUnreachable(ShoalError):
+    """No connection to a peer could be made."""
+
+
+class HandshakeError(ShoalError):
+    """The other side did not complete the handshake: other protocol, wrong swarm key, wrong identity, or too slow."""
+
+
+class WrongPeer(HandshakeError):
+    """The handshake succeeded, but with another peer than the one that was dialled."""
+
+
+class ProtocolError(ShoalError):
+    """A peer sent bytes or messages that the protocol does not allow. The connection ends."""
+
+
+class PeerGone(ShoalError):
+    """The connection to a peer ended while something was waiting for it."""
+
+
+class StreamReset(ShoalError):
+    """The other side gave up one stream; the connection lives on."""
+
+
+class RequestRefused(ShoalError):
+    """The other side understood a request and declined it.
+
+    Args:
+        message: The reason, for people.
+        code: The reason, for programs: a short lower-case word such as "unknown_run" or "busy".
+    """
+
+    def __init__(self, message: str, *, code: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class RequestTimeout(ShoalError):
+    """A peer is connected but did not answer in time."""
+
+
+class Overloaded(ShoalError):
+    """A bound was reached: too many streams, connections or bytes in flight."""
