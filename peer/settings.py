@@ -70,7 +70,7 @@ class AlgorithmSettings:
 
 @attrs.frozen(kw_only=True)
 class RoundSettings:
-    """`[round]`: how outer rounds are closed. `grace` is how long the first ready peer waits for the others, in seconds."""
+    """`[round]`: how outer rounds are closed. `grace`: seconds the first ready peer waits for the rest."""
 
     grace: float = attrs.field(default=10.0, validator=[gt(0), le(86400)])
     codec: Literal["fp32"] = attrs.field(default="fp32", validator=in_(["fp32"]))
@@ -79,9 +79,11 @@ class RoundSettings:
 
 @attrs.frozen(kw_only=True)
 class MembershipSettings:
-    """`[membership]`: who may take part. `allow` lists peer ids and is used by the policy of the same name."""
+    """`[membership]`: who may take part; `allow` lists peer ids."""
 
-    policy: Literal["open", "private", "allow"] = attrs.field(default="open", validator=in_(["open", "private", "allow"]))
+    policy: Literal["open", "private", "allow"] = attrs.field(
+        default="open", validator=in_(["open", "private", "allow"])
+    )
     allow: tuple[str, ...] = attrs.field(default=(), validator=max_len(4096))
 
 
