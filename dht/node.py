@@ -18,21 +18,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import attrs
 import trio
+from protocol.endpoint import Endpoint, PeerConnected
 
 from dht.ids import ID_BYTES, MAX_ADDRESSES, Contact, distance, random_id
 from dht.lookup import Lookup, LookupSettings
-from dht.messages import Copy, Find, Found, Ping, Pong, Store, Stored
+from dht.messages import Copy, Fetched, Find, Found, Ping, Pong, Store, Stored
 from dht.quota import Quota
 from dht.reading import Reading
 from dht.records import MAX_TTL, MAX_VALUE, Record
 from dht.service import Service
 from dht.store import ACCEPTED, RecordStore, StoreLimits, Verdict
 from dht.table import RoutingTable, TableSettings
-from protocol.endpoint import Endpoint, PeerConnected
 from protocol.errors import HandshakeError, PeerUnreachable, ProtocolError, RequestRefused, ShoalError
 from protocol.identity import Identity, PeerId
 from protocol.transport import Address
@@ -46,9 +47,9 @@ class DhtSettings:
 
     k: int = 20  # contacts in a bucket, holders of a record
     alpha: int = 3  # questions of a lookup that are under way at once
-    table: TableSettings = TableSettings()
-    lookup: LookupSettings = LookupSettings()
-    store: StoreLimits = StoreLimits()
+    table: TableSettings = attrs.field(factory=TableSettings)
+    lookup: LookupSettings = attrs.field(factory=LookupSettings)
+    store: StoreLimits = attrs.field(factory=StoreLimits)
     rate: float = 50.0  # requests a second that one peer may make
     burst: int = 200
 
@@ -213,7 +214,7 @@ class DHT:
                 for _ in range(self._settings.readers):
                     nursery.start_soon(self._read_from_one, candidates, reading)
         for contact, copies in reading.corrections(self._settings.corrections):
-            self._when_there_is_time(lambda contact=contact, copies=copies: self._correct(contact, copies))
+            self._when_there_is_time(partial(self._correct, contact, copies))
         return reading.result()
 
     async def put(self, key: bytes, value: bytes, *, ttl: float = 120.0) -> int:
@@ -321,7 +322,7 @@ class DHT:
         for contact in candidates:
             pages = reading.of(contact)
             while (request := pages.next_request()) is not None:
-                reply = await self._ask(contact, request, reading.reply_type)
+                reply = await self._ask(contact, request, Fetched)
                 if reply is None:
                     break
                 try:
@@ -414,7 +415,7 @@ class DHT:
             self._check(peer)
 
     def _check(self, peer: PeerId) -> None:
-        if peer not in self._being_checked and self._when_there_is_time(lambda: self._ping(peer)):
+        if peer not in self._being_checked and self._when_there_is_time(partial(self._ping, peer)):
             self._being_checked.add(peer)
 
     async def _ping(self, peer: PeerId) -> None:
@@ -472,7 +473,9 @@ class DHT:
             if (entry := self._table.entry(peer)) is None or not entry.alive
         ]
         await self._greet_all(lost)
-        await self.find(self._own)
+        neighbours = await self.find(self._own)
+        if len(neighbours) < self._settings.k:
+            return  # these are all that there are
         for prefix in self._table.stale(trio.current_time(), self._settings.bucket_age):
             await self.find(random_id(self._own, prefix, self._rng))
 

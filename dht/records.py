@@ -13,12 +13,13 @@ records carry no wall-clock time, only a time to live. An empty value is a tombs
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import attrs
-import msgpack
-from attrs.validators import ge, instance_of, le, max_len, min_len
+import msgpack  # type: ignore[import-untyped]
+from attrs.validators import and_, ge, instance_of, le, max_len, min_len
 
 from dht.ids import ID_BYTES
 from protocol.errors import ProtocolError
@@ -34,8 +35,8 @@ MAX_TTL = 24 * 3600  # seconds that a signer may ask for; holders cap it further
 _FIELD_TYPES = (int, bytes, bytes, int, int, bytes, bytes)
 
 
-def _exactly(size: int) -> list[object]:
-    return [instance_of(bytes), min_len(size), max_len(size)]
+def _exactly(size: int) -> Callable[..., Any]:
+    return and_(instance_of(bytes), min_len(size), max_len(size))
 
 
 @attrs.frozen(slots=False)  # cached properties need a dictionary
@@ -44,9 +45,9 @@ class Record:
 
     key: bytes = attrs.field(validator=_exactly(ID_BYTES))
     public_key: bytes = attrs.field(validator=_exactly(32))
-    sequence: int = attrs.field(validator=[instance_of(int), ge(0), le(MAX_SEQUENCE)])
-    ttl: int = attrs.field(validator=[instance_of(int), ge(1), le(MAX_TTL)])  # seconds
-    value: bytes = attrs.field(validator=[instance_of(bytes), max_len(MAX_VALUE)])
+    sequence: int = attrs.field(validator=and_(instance_of(int), ge(0), le(MAX_SEQUENCE)))
+    ttl: int = attrs.field(validator=and_(instance_of(int), ge(1), le(MAX_TTL)))  # seconds
+    value: bytes = attrs.field(validator=and_(instance_of(bytes), max_len(MAX_VALUE)))
     signature: bytes = attrs.field(validator=_exactly(64), repr=False)
 
     @classmethod

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import attrs
 import trio
+from protocol.endpoint import Endpoint, Stream
 
 from dht.messages import (
     MAX_CONTACTS,
@@ -28,7 +29,6 @@ from dht.quota import Quota
 from dht.records import Record
 from dht.store import Held, RecordStore, Verdict
 from dht.table import RoutingTable
-from protocol.endpoint import Endpoint, Stream
 from protocol.errors import ProtocolError, RequestRefused
 from protocol.identity import PeerId
 

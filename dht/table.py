@@ -7,9 +7,9 @@ of Kademlia with what later networks learned the hard way:
    to others (`closest`).
 2. A full bucket keeps whom it has: peers that have been there for long tend to stay. Newcomers wait in a small
    replacement cache, the latest `replacements` of them.
-3. A contact is given up only when it has failed `evict_after` times in a row and somebody is there to take its place, or
-   when it has been silent for `forget_after` seconds. Until then it is dormant: nobody is told of it, but it is tried
-   now and then, so that two halves of a cut network find each other again.
+3. A contact is given up only when it has failed `evict_after` times in a row and somebody is there to take its place,
+   or when it has been silent for `forget_after` seconds. Until then it is dormant: nobody is told of it, but it is
+   tried now and then, so that two halves of a cut network find each other again.
 4. Of one network (a /24 or /48, see `network_group`) only a few contacts are admitted to a bucket and to the table, so
    that one owner of many addresses cannot fill either.
 
