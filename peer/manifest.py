@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import msgspec
 
 from peer.settings import Settings
@@ -170,7 +170,7 @@ def settings_from(tables: Mapping[str, Any]) -> Settings:
     """
     classes = typing.get_type_hints(Settings)
     _check_known(tables, [*classes, _FOUNDER], "table", "")
-    parts = {}
+    parts: dict[str, Any] = {}
     for name, kind in classes.items():
         table = tables.get(name, {})
         if not isinstance(table, Mapping):

@@ -18,6 +18,7 @@ import typer
 from protocol.errors import AddressError
 from protocol.transport import Address
 
+ANY_PORT: Final = Address("0.0.0.0", 0)
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?(?:/s)?", re.IGNORECASE)
 
 
@@ -25,7 +26,11 @@ def parse_size(text: str) -> int:
     """Bytes in "2M" (2 000 000), "1.5Gi" (1.5 · 2³⁰) or "300000"."""
     match = _SIZE.fullmatch(text.strip())
     number, unit, binary = match.groups() if match else ("", "", "")
-    size = int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit.lower()) + 1 if unit else 0)) if number else 0
+    size = (
+        int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit.lower()) + 1 if unit else 0))
+        if number
+        else 0
+    )
     if size < 1 or (binary and not unit):
         raise typer.BadParameter(f"{text!r} is not a size. Examples: 500k, 2M, 1.5G, 4Gi.")
     return size
@@ -70,7 +75,7 @@ class NodeOptions(HomeOptions):
     ] = "stdlib"
     listen: Annotated[
         Address, typer.Option(parser=parse_address, metavar="HOST:PORT", help="Where others connect; port 0 picks one.")
-    ] = Address("0.0.0.0", 0)
+    ] = ANY_PORT
     announce: Annotated[
         Address | None,
         typer.Option(parser=parse_address, metavar="HOST:PORT", help="Address to tell others instead, if it differs."),
@@ -119,7 +124,9 @@ class SettingsOptions:
     outer_lr: Annotated[float | None, typer.Option(help="Step size of the outer optimizer.")] = _setting(
         "algorithm", "outer_lr"
     )
-    outer_momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = _setting("algorithm", "outer_momentum")
+    outer_momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = _setting(
+        "algorithm", "outer_momentum"
+    )
     lr: Annotated[float | None, typer.Option(help="Learning rate of the local optimizer.")] = _setting("inner", "lr")
     batch: Annotated[int | None, typer.Option(help="Sequences per local step.")] = _setting("inner", "batch")
     grace: Annotated[float | None, typer.Option(help="Seconds that the first ready peer waits.")] = _setting(
