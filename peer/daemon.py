@@ -18,7 +18,7 @@ from peer.events import EventLog
 from peer.home import Home, write_atomically
 from peer.manifest import Manifest
 from peer.membership import Membership
-from peer.node import Node, in_worker_thread
+from peer.node import Compute, Node, in_worker_thread
 from peer.settings import Settings
 from peer.sync import Donor, fetch_manifest
 from peer.ticket import MAX_BOOTSTRAP, Ticket
@@ -66,6 +66,7 @@ async def run_daemon(
     config: DaemonConfig,
     *,
     transport: Transport | None = None,
+    compute: Compute = in_worker_thread,
     task_status: trio.TaskStatus[Ticket] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Runs a peer until its run is over or it is cancelled.
@@ -73,6 +74,7 @@ async def run_daemon(
     Args:
         config: What to do.
         transport: How bytes travel; TCP if None.
+        compute: How long computations are run.
         task_status: Started with a ticket, as soon as others can join through this peer.
 
     Raises:
@@ -81,7 +83,7 @@ async def run_daemon(
         ShoalError: Data, home, address or settings cannot be used.
     """
     torch.set_num_threads(config.threads)
-    daemon = _Daemon(config, transport or TcpTransport())
+    daemon = _Daemon(config, transport or TcpTransport(), compute)
     reason = "failed"
     try:
         async with trio.open_nursery() as nursery:
@@ -97,12 +99,13 @@ async def run_daemon(
 
 
 class _Daemon:
-    def __init__(self, config: DaemonConfig, transport: Transport) -> None:
+    def __init__(self, config: DaemonConfig, transport: Transport, compute: Compute) -> None:
         self._config = config
+        self._compute = compute
         self._home = config.home
         self._events = config.events
         self._identity = config.home.identity
-        self._rng = random.Random()  # noqa: S311 - spreads load; keys come from elsewhere
+        self._rng = random.Random()  # spreads load; keys come from elsewhere
         self._swarm_key = _swarm_key(config)
         self.endpoint = Endpoint(
             self._identity,
@@ -122,9 +125,9 @@ class _Daemon:
         manifest = config.manifest or await self._find_manifest()
         settings = manifest.settings
         self._keep_manifest(manifest)
-        corpus = await in_worker_thread(Corpus.open, config.data)
-        trainer = await in_worker_thread(self._make_trainer, settings, corpus)
-        local = await in_worker_thread(self._own_checkpoint, manifest)
+        corpus = await self._compute(Corpus.open, config.data)
+        trainer = await self._compute(self._make_trainer, settings, corpus)
+        local = await self._compute(self._own_checkpoint, manifest)
 
         membership = Membership(
             self.endpoint,
@@ -165,6 +168,7 @@ class _Daemon:
             trainer=trainer,
             checkpoints=self._home.checkpoints,
             events=self._events,
+            compute=self._compute,
         )
         await node.run(local, founding=config.manifest is not None and not met)
 
