@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterable
 
 import attrs
@@ -36,6 +37,8 @@ BOOK_PERIOD = 60.0
 
 MEMORY_PER_PARAMETER = 48
 """Bytes: local and outer parameters, gradients, two moments, momentum, the copy under evaluation, a round's buffers."""
+
+UNSPECIFIED = ("0.0.0.0", "::")
 
 Contact = tuple[PeerId | None, Address]
 
@@ -112,7 +115,6 @@ class _Daemon:
             transport,
             psk=self._swarm_key,
             limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
-            announce=config.announce,
             rng=self._rng,
         )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
@@ -241,8 +243,9 @@ class _Daemon:
         """Where others reach us, as far as we know."""
         if self._config.announce is not None:
             return self._config.announce
-        assert self.endpoint.address is not None
-        return self.endpoint.address
+        bound = self.endpoint.address
+        assert bound is not None
+        return Address(_outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first and then other peers that we know."""
@@ -266,6 +269,17 @@ class _Daemon:
         ]
         if entries:
             write_atomically(self._home.book, json.dumps(entries).encode())
+
+
+def _outward_host() -> str:
+    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host
 
 
 def _swarm_key(config: DaemonConfig) -> bytes | None:
