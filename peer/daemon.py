@@ -32,8 +32,11 @@ from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
 
-BOOK_PERIOD = 60.0
-"""Seconds between two writes of the address book."""
+BOOK_PERIOD = 1.0
+"""Seconds between two writes of the address book, at least."""
+
+MAX_BOOK = 200
+"""Addresses in the book."""
 
 MEMORY_PER_PARAMETER = 48
 """Bytes: local and outer parameters, gradients, two moments, momentum, the copy under evaluation, a round's buffers."""
@@ -123,7 +126,7 @@ class _Daemon:
         config = self._config
         await nursery.start(self.endpoint.run, config.listen)
         await nursery.start(self._dht.run)
-        met = await self._bootstrap()
+        await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
         settings = manifest.settings
         self._keep_manifest(manifest)
@@ -152,7 +155,7 @@ class _Daemon:
         await nursery.start(membership.run)
         await nursery.start(rounds.run)
         membership.meet(self.endpoint.connected)
-        nursery.start_soon(self._keep_book)
+        nursery.start_soon(self._keep_book, membership)
         self._events.emit(
             "started",
             address=str(self._address()),
@@ -172,18 +175,18 @@ class _Daemon:
             events=self._events,
             compute=self._compute,
         )
-        await node.run(local, founding=config.manifest is not None and not met)
+        await node.run(local, founding=config.manifest is not None)
 
-    async def _bootstrap(self) -> int:
-        """Reaches the peers that the ticket and the address book name. Returns how many answered."""
+    async def _bootstrap(self) -> None:
+        """Reaches the peers that the ticket and the address book name."""
         ticket = self._config.ticket
         contacts: list[Contact] = list(ticket.bootstrap) if ticket else []
         contacts += _read_book(self._home)
         try:
-            return await self._dht.bootstrap(contacts)
+            await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
             if ticket is None:
-                return 0  # the founder of a run that everybody has left goes on with it alone
+                return  # the founder of a run that everybody has left goes on with it alone
             if isinstance(error.__cause__, HandshakeError):
                 raise error.__cause__ from None
             raise PeerUnreachable(
@@ -254,21 +257,16 @@ class _Daemon:
             bootstrap += [(contact.peer, address) for address in contact.addresses[:1]]
         return Ticket(manifest.run_id, tuple(bootstrap[:MAX_BOOTSTRAP]), self._swarm_key)
 
-    async def _keep_book(self) -> None:
-        """Writes down whom we know, now and then and at the end, so that a restart finds back."""
-        try:
-            while True:
-                await trio.sleep(BOOK_PERIOD)
-                self._write_book()
-        finally:
-            self._write_book()
-
-    def _write_book(self) -> None:
-        entries = [
-            [str(contact.peer), str(address)] for contact in self._dht.contacts() for address in contact.addresses
-        ]
-        if entries:
-            write_atomically(self._home.book, json.dumps(entries).encode())
+    async def _keep_book(self, membership: Membership) -> None:
+        """Writes down whom we know whenever that changes, so that a restart, also after a crash, finds back."""
+        while True:
+            await membership.changes()
+            known = {member.peer: self.endpoint.addresses(member.peer) for member in membership.others}
+            known |= {contact.peer: contact.addresses for contact in self._dht.contacts()}
+            if known:
+                entries = [[str(peer), str(address)] for peer, addresses in known.items() for address in addresses]
+                await self._compute(write_atomically, self._home.book, json.dumps(entries[:MAX_BOOK]).encode())
+            await trio.sleep(BOOK_PERIOD)
 
 
 def _outward_host() -> str:

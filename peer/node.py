@@ -71,7 +71,7 @@ class Node:
 
         Args:
             local: Our own checkpoint of this run, if there is one.
-            founding: Whether to make the first state if nobody has one.
+            founding: Whether to make the first state if no member has one.
         """
         state = await self._first_state(local, founding=founding)
         if local is not None:
@@ -93,7 +93,7 @@ class Node:
                 return newer
             if state is not None:
                 return state
-            if founding and not self.membership.others:
+            if founding:
                 outer = await self.compute(self.trainer.initial_state)
                 return await self.compute(CommittedState.genesis, self.run_id, outer)
             await self.membership.changes()

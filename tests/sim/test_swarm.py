@@ -95,7 +95,6 @@ async def test_a_killed_peer_restarts_with_its_identity_and_catches_up(simulated
         await a.until_round(2)
         simulated_swarm.kill("a")  # the founder, whose address is the one in the ticket
         await b.until_round(max(b.digests()) + 2)
-        simulated_swarm.network.revive("a")
         again = await simulated_swarm.start("a", ticket=None)
         assert again.id == a.id
         await again.until(lambda: again.events("round_committed"))
