@@ -137,7 +137,7 @@ def init(
         if file.exists():
             raise ShoalError(f"{file} exists, and nothing is overwritten", hint="name another file, or use --check")
         tables = settings.tables()
-        if not (tables or yes or as_json) and sys.stdin.isatty():
+        if not (tables or yes or as_json) and _is_terminal():
             tables = _ask()
         parsed = settings_from(tables)
         _write_new(file, "# A run of Shoal. Found it with: shoal start FILE\n\n" + dump_settings(parsed))
@@ -183,7 +183,7 @@ def join(
     try:
         _run_node(node, Home(node.path), ticket=parsed)
     except ManifestError as error:  # it came from the network: nothing that this user could correct
-        raise RequestRefused(f"the run cannot be joined: {error}", code="manifest") from error
+        raise RequestRefused(f"the run cannot be joined: {error}", code="manifest", hint=error.hint) from error
 
 
 @command("shoal status --json")
@@ -360,6 +360,7 @@ def _run_node(
                     raise ShoalError(f"the ticket cannot be written to {path}: {error.strerror}") from error
             if on_ticket is not None:
                 on_ticket(ready)
+            console.go_live()
 
         with console:
             code = run_in_foreground(functools.partial(run_daemon, config), status_file, on_ready)
@@ -403,6 +404,10 @@ def _write_new(file: Path, text: str) -> None:
             stream.write(text)
     except OSError as error:
         raise ShoalError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _ask() -> dict[str, dict[str, object]]:

@@ -36,8 +36,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_address(text: str) -> Address:
-    """HOST:PORT as an address; typer prints its error."""
+def parse_address(text: str | Address) -> Address:
+    """HOST:PORT as an address; typer prints its error, and passes defaults through here too."""
+    if isinstance(text, Address):
+        return text
     try:
         return Address.parse(text)
     except AddressError as error:
