@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 import traceback
@@ -257,7 +258,7 @@ def sample(
     from peer.home import Home
 
     home = Home(options.path, create=False)
-    from peer.checkpoint import load_latest
+    from peer.checkpoint import load_latest  # imports torch
 
     checkpoint = load_latest(home.checkpoints)
     if checkpoint is None:
@@ -267,7 +268,7 @@ def sample(
     from peer.trainer import sample_text
 
     text = sample_text(
-        checkpoint.settings, checkpoint.state, prompt.encode(), length, temperature=temperature, seed=seed
+        checkpoint.settings, checkpoint.state.outer, prompt.encode(), length, temperature=temperature, seed=seed
     ).decode("utf-8", "replace")
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))
@@ -340,7 +341,7 @@ def _run_node(
             data=node.data,
             events=events,
             device=_device(node.device),
-            threads=node.threads,
+            threads=node.threads or os.cpu_count() or 1,
             max_upload=node.max_upload,
             max_download=node.max_download,
             max_memory=node.max_memory,

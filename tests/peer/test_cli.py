@@ -390,7 +390,7 @@ def test_ticket_invites_others(shoal, daemon):
 @pytest.fixture
 def checkpoint(monkeypatch):
     """Stands in for `peer.checkpoint` and the model."""
-    latest = types.SimpleNamespace(settings=Settings(), state="state")
+    latest = types.SimpleNamespace(settings=Settings(), state=types.SimpleNamespace(outer="state"))
     checkpoints, trainer = types.ModuleType("peer.checkpoint"), types.ModuleType("peer.trainer")
     checkpoints.load_latest = lambda directory: latest if any(directory.iterdir()) else None
     trainer.sample_text = lambda settings, state, prompt, length, *, temperature, seed: b"\x1b[2J\xff" + prompt * length
