@@ -18,7 +18,7 @@ from peer.settings import (
     RunSettings,
     Settings,
 )
-from peer.trainer import Trainer
+from peer.trainer import Trainer, sample_text
 from protocol.errors import DataError, SettingsError
 from protocol.identity import PeerId
 
@@ -280,6 +280,7 @@ def test_samples_follow_the_prompt_and_the_seed(make):
     assert len(text) == 30
     assert trainer.sample(state, b"the ", 30, temperature=1.0, seed=1) == text
     assert trainer.sample(state, b"the ", 30, temperature=1.0, seed=2) != text
+    assert sample_text(SETTINGS, state, b"the ", 30, temperature=1.0, seed=1) == text
     assert len(trainer.sample(state, b"", 3)) == 3
     assert trainer.sample(state, b"a", 5, temperature=0, seed=1) == trainer.sample(
         state, b"a", 5, temperature=0, seed=2
