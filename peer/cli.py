@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 import traceback
@@ -137,7 +138,7 @@ def init(
         if file.exists():
             raise ShoalError(f"{file} exists, and nothing is overwritten", hint="name another file, or use --check")
         tables = settings.tables()
-        if not (tables or yes or as_json) and sys.stdin.isatty():
+        if not (tables or yes or as_json) and _is_terminal():
             tables = _ask()
         parsed = settings_from(tables)
         _write_new(file, "# A run of Shoal. Found it with: shoal start FILE\n\n" + dump_settings(parsed))
@@ -183,7 +184,7 @@ def join(
     try:
         _run_node(node, Home(node.path), ticket=parsed)
     except ManifestError as error:  # it came from the network: nothing that this user could correct
-        raise RequestRefused(f"the run cannot be joined: {error}", code="manifest") from error
+        raise RequestRefused(f"the run cannot be joined: {error}", code="manifest", hint=error.hint) from error
 
 
 @command("shoal status --json")
@@ -257,7 +258,7 @@ def sample(
     from peer.home import Home
 
     home = Home(options.path, create=False)
-    from peer.checkpoint import load_latest
+    from peer.checkpoint import load_latest  # imports torch
 
     checkpoint = load_latest(home.checkpoints)
     if checkpoint is None:
@@ -267,7 +268,7 @@ def sample(
     from peer.trainer import sample_text
 
     text = sample_text(
-        checkpoint.settings, checkpoint.state, prompt.encode(), length, temperature=temperature, seed=seed
+        checkpoint.settings, checkpoint.state.outer, prompt.encode(), length, temperature=temperature, seed=seed
     ).decode("utf-8", "replace")
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))
@@ -340,7 +341,7 @@ def _run_node(
             data=node.data,
             events=events,
             device=_device(node.device),
-            threads=node.threads,
+            threads=node.threads or os.cpu_count() or 1,
             max_upload=node.max_upload,
             max_download=node.max_download,
             max_memory=node.max_memory,
@@ -360,6 +361,7 @@ def _run_node(
                     raise ShoalError(f"the ticket cannot be written to {path}: {error.strerror}") from error
             if on_ticket is not None:
                 on_ticket(ready)
+            console.go_live()
 
         with console:
             code = run_in_foreground(functools.partial(run_daemon, config), status_file, on_ready)
@@ -403,6 +405,10 @@ def _write_new(file: Path, text: str) -> None:
             stream.write(text)
     except OSError as error:
         raise ShoalError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _ask() -> dict[str, dict[str, object]]:

@@ -31,18 +31,20 @@ class Console:
     """
 
     def __init__(self, status: Callable[[], Status], *, live: bool, quiet: bool = False) -> None:
-        self._status = status
         self._quiet = quiet
         self._live: Live | None = _live_line(lambda: summary(status())) if live and not quiet else None
 
     def __enter__(self) -> Console:
-        if self._live is not None:
-            self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def go_live(self) -> None:
+        """Starts the live line; nothing else may write to the terminal from now on."""
+        if self._live is not None:
+            self._live.start()
 
     def show(self, event: Event) -> None:
         """Subscribe this to an event log."""
@@ -76,7 +78,7 @@ def describe(event: Event) -> str | None:
         case "round_committed":
             count = len(event.get("contributors", ()))
             peers = f"{count} peer{'' if count == 1 else 's'}"
-            return f"round {event['round']}: averaged with {peers} in {event.get('seconds', 0.0):.1f} s"
+            return f"round {event['round']}: work of {peers} averaged in {event.get('seconds', 0.0):.1f} s"
         case "round_failed":
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
         case "validation" if event.get("loss") is not None:

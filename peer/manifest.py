@@ -311,10 +311,10 @@ def _check_together(settings: Settings) -> None:
             f"model.heads = {model.heads}: gives heads of {model.width // model.heads} features, which must be even",
             hint="rotary position embeddings turn pairs of features",
         )
-    if (membership.policy == "allow") != bool(membership.allow):
-        raise ManifestError(
-            f'membership.allow: must list peers if, and only if, policy is "allow", not "{membership.policy}"'
-        )
+    if membership.policy == "allow" and not membership.allow:
+        raise ManifestError('membership.allow is empty: the policy "allow" lets in only the peers that it lists')
+    if membership.policy != "allow" and membership.allow:
+        raise ManifestError(f'membership.allow lists peers, but the policy is "{membership.policy}", not "allow"')
     for text in membership.allow:
         try:
             PeerId.parse(text)

@@ -36,8 +36,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_address(text: str) -> Address:
-    """HOST:PORT as an address; typer prints its error."""
+def parse_address(text: str | Address) -> Address:
+    """HOST:PORT as an address; typer prints its error, and passes defaults through here too."""
+    if isinstance(text, Address):
+        return text
     try:
         return Address.parse(text)
     except AddressError as error:
@@ -94,7 +96,9 @@ class NodeOptions(HomeOptions):
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory at most, such as 4G.")
     ] = None
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:1, …")] = "auto"
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Processor threads for training.")] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Processor threads for training. Default: all.")
+    ] = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only errors.")] = False
 
 

@@ -164,28 +164,12 @@ class Trainer:
             total += _loss(self._outer_model, batch.to(self._device)).item() * len(batch)
         return total / len(windows)
 
-    @torch.no_grad()
     def sample(
         self, state: OuterState, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0
     ) -> bytes:
-        """`length` bytes that follow `prompt`, in the opinion of the outer parameters.
-
-        Temperature 0 takes the likeliest byte each time. An empty prompt stands for a line break.
-        """
-        if temperature < 0:
-            raise SettingsError(f"the temperature must not be negative, but is {temperature}")
+        """`length` bytes that follow `prompt`, in the opinion of the outer parameters; see `sample_text`."""
         self._outer_flat.write(state.parameters)
-        generator = torch.Generator().manual_seed(seed)
-        text = bytearray(prompt or b"\n")
-        begin = len(text)
-        while len(text) < begin + length:
-            window = torch.tensor([list(text[-self._settings.model.context :])], device=self._device)
-            logits = self._outer_model(window)[0, -1].float().cpu()
-            if temperature == 0:
-                text.append(int(logits.argmax()))
-            else:
-                text.append(int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)))
-        return bytes(text[begin:])
+        return _continue(self._outer_model, prompt, length, temperature, seed)
 
     def inner_state(self) -> dict[str, torch.Tensor]:
         """The inner optimizer's memory: "exp_avg" and "exp_avg_sq", flat as the parameters, and "step", one number.
@@ -234,6 +218,39 @@ class Trainer:
         tokens = windows.shape[0] * (windows.shape[1] - 1)
         self._tokens += tokens
         on_step(StepInfo(done + 1, value, tokens, lr))
+
+
+def sample_text(
+    settings: Settings, state: OuterState, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0
+) -> bytes:
+    """`length` bytes that follow `prompt`, in the opinion of `state`, on the CPU; no trainer and no data are needed.
+
+    Temperature 0 takes the likeliest byte each time. An empty prompt stands for a line break.
+
+    Raises:
+        SettingsError: The temperature is negative.
+    """
+    model = Transformer(settings.model)
+    FlatParameters(model).write(state.parameters)
+    return _continue(model, prompt, length, temperature, seed)
+
+
+@torch.no_grad()
+def _continue(model: Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> bytes:
+    if temperature < 0:
+        raise SettingsError(f"the temperature must not be negative, but is {temperature}")
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    text = bytearray(prompt or b"\n")
+    begin = len(text)
+    while len(text) < begin + length:
+        window = torch.tensor([list(text[-model.context :])], device=device)
+        logits = model(window)[0, -1].float().cpu()
+        if temperature == 0:
+            text.append(int(logits.argmax()))
+        else:
+            text.append(int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)))
+    return bytes(text[begin:])
 
 
 def _adamw(model: nn.Module, settings: InnerSettings) -> torch.optim.AdamW:

@@ -45,6 +45,15 @@ def exact_mean(contributions):
     return (sum(values.double() * weight for values, weight in contributions) / total).float()
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small matrices are slower on many threads, above all beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def alone():
     return Alone()
