@@ -20,15 +20,15 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the demo has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-ERROR = re.compile(r"(traceback \(most recent call last\)|error\b)", re.IGNORECASE)
+ERROR = re.compile(r"error:|Traceback \(most recent call last\)")
 LOG_LINES = 20  # of a log, quoted when a daemon fails
 
 
 def spawn(command: Sequence[str], log: Path, output: Path | None = None) -> subprocess.Popen[bytes]:
     """Starts a command without input; its standard error, and output unless that has its own file, go to a log.
 
-    It is in a session of its own, so that Ctrl-C reaches only the demo, which then stops its daemons in order. Call this
-    from the main thread: on Linux the command ends when the calling thread does.
+    It is in a session of its own, so that Ctrl-C reaches only the demo, which then stops its daemons in order. Call
+    this from the main thread: on Linux the command ends when the calling thread does.
     """
     guard = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid())] if sys.platform == "linux" else []
     with log.open("ab") as log_file, (output or log).open("ab") as output_file:
@@ -58,8 +58,8 @@ class Child:
         self.log = root / name / "log"
         self.recording = Recording(name)
         self.killed = False
-        self.complaint: str | None = None
-        """The first line of its log that looks like an error."""
+        self.complained = False
+        """True once its log has a line that looks like an error."""
         self._process: subprocess.Popen[bytes] | None = None
         self._event_lines = LineTail(self.events)
         self._log_lines = LineTail(self.log)
@@ -85,8 +85,7 @@ class Child:
         for event in events:
             self.recording.add(event)
         for line in self._log_lines.read():
-            if self.complaint is None and ERROR.match(line.strip(" │╭─")):
-                self.complaint = line
+            self.complained = self.complained or ERROR.match(line) is not None
         return events
 
     def read_ticket(self) -> str:
@@ -99,6 +98,11 @@ class Child:
             return ""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-LOG_LINES:])
+
+    def explanation(self) -> str:
+        """The line of its log that says best what went wrong: its last error message, or else its last line."""
+        lines = self.log_tail().splitlines() or ["it printed nothing"]
+        return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1])
 
     def terminate(self) -> None:
         """Asks the process to stop (SIGTERM)."""

@@ -31,7 +31,7 @@ from peer.settings import (
     RunSettings,
     Settings,
 )
-from peer.verdict import Scenario, judge, megabytes
+from peer.verdict import Scenario, judge, data_size
 from protocol.errors import ShoalError
 
 COMMAND = (sys.executable, "-m", "peer")
@@ -41,7 +41,7 @@ UPLOAD = 4_000_000  # bytes/s, a good home uplink: a reduce takes long enough to
 POLL = 0.02  # seconds between looks at the event files; far less than a reduce takes
 REDRAW = 0.25  # seconds between updates of the live table
 LINGER = 60.0  # seconds that the last daemons may stay behind the first one that finished
-STOP = 5.0  # seconds that a daemon has to stop when asked, before it is killed
+STOP = 3.0  # seconds that a daemon has to stop when asked (it takes two at most), before it is killed
 ERROR_SETTLE = 1.0  # seconds for a daemon that printed an error to print the rest and exit
 SAMPLE_BYTES = 300
 SAMPLE_SECONDS = 60.0
@@ -77,7 +77,7 @@ class DemoOptions:
 
 
 def demo_settings(rounds: int, inner_steps: int, data: str = "stdlib") -> Settings:
-    """The run that the demo trains: a byte-level transformer of 0.8 million parameters, for a few minutes on two cores."""
+    """The run that the demo trains: a byte-level transformer of 0.8 million parameters, minutes on two cores."""
     return Settings(
         run=RunSettings(name="demo", seed=1, rounds=rounds),
         model=ModelSettings(layers=4, width=128, heads=4, context=128),
@@ -165,6 +165,12 @@ def _directory(keep: Path | None) -> Iterator[Path]:
             yield Path(temporary)
 
 
+async def _wait(condition: Callable[[], bool]) -> None:
+    """Looks again and again until something holds about other processes, which cannot set an event of ours."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(POLL)
+
+
 class _Stage:
     """Plays one demo: its daemons, and what has happened to them."""
 
@@ -206,6 +212,7 @@ class _Stage:
             finally:
                 for child in self.children:
                     child.kill()
+        self._display.refresh(self.children)
         self._plot = attrs.evolve(self._plot, seconds=self._elapsed())
 
     async def _play(self) -> None:
@@ -227,7 +234,7 @@ class _Stage:
         options = self._options
         manifest = self._root / "manifest.toml"
         manifest.write_text(dump_settings(demo_settings(options.rounds, options.inner_steps, options.data)))
-        self._say(f"{options.peers} daemons, {options.rounds} rounds of {options.inner_steps} inner steps; in {self._root}")
+        self._say(f"{options.peers} daemons, {options.rounds} rounds of {options.inner_steps} inner steps")
         founder = self._start("founder", "start", str(manifest))
         await self._until(lambda: bool(founder.read_ticket()))
         return founder
@@ -245,6 +252,7 @@ class _Stage:
             "--events": child.events,
             "--ticket-file": child.ticket,
             "--data": data,
+            "--device": "cpu",
             "--threads": 1,
             "--max-upload": UPLOAD,
         }
@@ -281,8 +289,7 @@ class _Stage:
         arguments = ["sample", "--home", str(founder.home), "--length", str(SAMPLE_BYTES)]
         process = spawn([*self._command, *arguments], log, output)
         with trio.move_on_after(SAMPLE_SECONDS):
-            while process.poll() is None:
-                await trio.sleep(POLL)
+            await _wait(lambda: process.poll() is not None)
         process.kill()
         if process.wait() != 0:
             self._say(f"no text sample: {log.read_text(errors='replace').strip() or 'it took too long'}")
@@ -294,16 +301,16 @@ class _Stage:
         for child in self.children:
             child.terminate()
         with trio.move_on_after(STOP, shield=True):
-            while any(child.running for child in self.children):
-                await trio.sleep(POLL)
+            await _wait(lambda: not any(child.running for child in self.children))
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Follows the daemons until something holds; raises DemoFailed when one of them fails."""
-        while True:
+
+        def polled() -> bool:
             self._poll()
-            if reached():
-                return
-            await trio.sleep(POLL)
+            return reached()
+
+        await _wait(polled)
 
     def _poll(self) -> None:
         for child in self.children:
@@ -320,7 +327,7 @@ class _Stage:
         if child.killed or (exit_code == 0 and child.recording.revision == self._options.rounds):
             return
         if exit_code is None:
-            if child.complaint is None:
+            if not child.complained:
                 return
             since = self._complained.setdefault(child.name, trio.current_time())
             if trio.current_time() - since < ERROR_SETTLE:
@@ -330,9 +337,7 @@ class _Stage:
             problem = f"failed with exit code {exit_code}"
         else:
             problem = f"ended at revision {child.recording.revision}, before the last round"
-        log = child.log_tail()
-        last = log.splitlines()[-1] if log else "it printed nothing"
-        raise DemoFailed(f"{child.name} {problem}: {last}", log=log)
+        raise DemoFailed(f"{child.name} {problem}: {child.explanation()}", log=child.log_tail())
 
     def _narrate(self, event: Event) -> None:
         """Tells what is worth a line, once for the whole swarm."""
@@ -343,9 +348,8 @@ class _Stage:
             return
         self._told.add((event.kind, round_))
         if event.kind == "round_committed":
-            peers, seconds = len(event.names("contributors")), event.number("seconds")
-            sent = megabytes(event.number("bytes_sent"))
-            self._say(f"round {round_} committed: {peers} contributors, reduced in {seconds:.1f} s, {sent} sent per peer")
+            peers, sent = len(event.names("contributors")), data_size(event.number("bytes_sent"))
+            self._say(f"round {round_}: {peers} contributors, {event.number('seconds'):.1f} s, {sent} sent by each")
         elif event.kind == "round_failed":
             self._say(f"round {round_}, attempt {event.integer('attempt')} failed: {event.text('reason')}")
         else:

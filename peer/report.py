@@ -14,11 +14,11 @@ from pathlib import Path
 import attrs
 
 from peer.recording import Event, Recording
-from peer.verdict import Scenario, Verdict, megabytes
+from peer.verdict import Scenario, Verdict, data_size
 
 WIDTH, HEIGHT = 560, 260  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # margins of its plot area
-MAX_POINTS = 400  # of one line: what is left of a longer one is the mean of as many stretches
+MAX_POINTS = 120  # of one line: a longer one is drawn as the means of at most as many stretches
 COLOURS = 8
 
 Point = tuple[float, float]
@@ -26,10 +26,12 @@ Point = tuple[float, float]
 STYLE = """
 :root { color-scheme: light dark;
   --page: #f7f7f5; --card: #fff; --ink: #1d1d1b; --soft: #6a6a66; --line: #e3e3df; --good: #18794e; --bad: #c62a2f;
-  --c0: #2a6fdb; --c1: #d9730d; --c2: #1a936f; --c3: #b5179e; --c4: #8a6d00; --c5: #5b4bc4; --c6: #00838f; --c7: #9c4221; }
+  --c0: #2a6fdb; --c1: #d9730d; --c2: #1a936f; --c3: #b5179e; --c4: #8a6d00;
+  --c5: #5b4bc4; --c6: #00838f; --c7: #9c4221; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #141413; --card: #1e1e1c; --ink: #ececea; --soft: #a0a09a; --line: #34342f; --good: #4cc38a; --bad: #ff7b7b;
-  --c0: #6ea8fe; --c1: #ffa94d; --c2: #4fd1a5; --c3: #f17ad8; --c4: #e0c04a; --c5: #a89bff; --c6: #4dd0e1; --c7: #e8956a; } }
+  --c0: #6ea8fe; --c1: #ffa94d; --c2: #4fd1a5; --c3: #f17ad8; --c4: #e0c04a;
+  --c5: #a89bff; --c6: #4dd0e1; --c7: #e8956a; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1200px; margin: 0 auto; padding: 32px 20px 48px; }
@@ -39,7 +41,7 @@ p { margin: 0 0 10px; color: var(--soft); font-size: 13px; }
 .badge { font-size: 13px; padding: 2px 12px; border-radius: 99px; color: var(--card); background: var(--good); }
 .badge.failed { background: var(--bad); }
 .card, .tile { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px 18px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; margin: 20px 0 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 20px 0 12px; }
 .tile b { display: block; font-size: 22px; font-weight: 600; line-height: 1.3; }
 .tile span { color: var(--soft); font-size: 13px; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 12px; }
@@ -48,11 +50,13 @@ ul.problems { color: var(--bad); margin: 12px 0 0; padding-left: 20px; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { fill: var(--soft); font-size: 11px; font-family: system-ui, sans-serif; }
 svg .name { fill: var(--ink); font-size: 12px; }
+svg .dot { stroke: var(--card); stroke-width: 2; }
 svg .mark { fill: var(--ink); font-size: 11px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; margin-top: 6px; }
-.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
+.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 8px 0 0; font: 13px/1.5 ui-monospace, monospace; }
 .scroll { overflow-x: auto; }
+.scroll svg { min-width: 720px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; margin-top: 6px; }
 th, td { text-align: left; padding: 6px 16px 6px 0; border-top: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; border-top: 0; }
@@ -124,7 +128,11 @@ def render(verdict: Verdict, recordings: Sequence[Recording], scenario: Scenario
         _card("Bytes sent", "Per peer, against one all-reduce per step.", comparison(verdict)),
         _card("Training loss", "Nats per byte, each peer on its own data.", chart(lines(_losses), marks=marks)),
         _card("Speed", "Tokens per second of each peer.", chart(lines(_speeds), marks=marks, y_from_zero=True)),
-        _card("Reduces", "Megabytes sent so far.", chart(lines(_sent), marks=marks, y_from_zero=True)),
+        _card(
+            "Traffic",
+            "Megabytes that each peer has sent in reduces.",
+            chart(lines(_sent), marks=marks, y_from_zero=True),
+        ),
         _card("The model writes", "Text sampled after the last round.", f"<pre>{_text(sample or 'no sample')}</pre>"),
         _card("Peers", "", _peer_table(recordings, scenario), wide=True),
     ]
@@ -166,7 +174,7 @@ def comparison(verdict: Verdict) -> str:
     parts = []
     for row, (name, size, colour) in enumerate(bars):
         y, length = 26 + row * 76, max(size / most * (WIDTH - 20), 2.0)
-        parts.append(f'<text class="name" x="0" y="{y}">{_text(name)}: {_text(megabytes(size))}</text>')
+        parts.append(f'<text class="name" x="0" y="{y}">{_text(name)}: {_text(data_size(size))}</text>')
         parts.append(f'<rect x="0" y="{y + 10}" width="{length:.1f}" height="28" rx="4" fill="var(--c{colour})"/>')
     if verdict.bytes_sent:
         ratio = verdict.bytes_data_parallel / verdict.bytes_sent
@@ -193,8 +201,9 @@ def timeline(recordings: Sequence[Recording], scenario: Scenario) -> str:
         row = [recording.name for recording in recordings].index(name or "")
         x, y = axes.x(mark.x), TOP + row * lane + 14
         anchor, shift = ("start", 9) if mark.text == "killed" else ("end", -9)
-        shape = f'<circle cx="{x:.1f}" cy="{y}" r="6" fill="{mark.css_colour}" stroke="var(--card)" stroke-width="2"/>'
-        body.append(f'{shape}<text class="mark" x="{x + shift:.1f}" y="{y + 4}" text-anchor="{anchor}">{mark.text}</text>')
+        place = f'x="{x + shift:.1f}" y="{y + 4}" text-anchor="{anchor}"'
+        body.append(f'<circle class="dot" cx="{x:.1f}" cy="{y}" r="6" fill="{mark.css_colour}"/>')
+        body.append(f'<text class="mark" {place}>{_text(mark.text)}</text>')
     return f'<div class="scroll">{_svg(width, height, "".join(body))}</div>'
 
 
@@ -270,7 +279,7 @@ def _header(verdict: Verdict) -> str:
         "lost to the death of a peer": "?" if lost is None else f"{lost:.1f} s",
         "in all": f"{verdict.seconds:.0f} s",
     }
-    shown = "".join(f'<div class="tile"><b>{_text(value)}</b><span>{_text(n)}</span></div>' for n, value in tiles.items())
+    shown = "".join(f'<div class="tile"><b>{_text(v)}</b><span>{_text(k)}</span></div>' for k, v in tiles.items())
     problems = "".join(f"<li>{_text(problem)}</li>" for problem in verdict.problems)
     problems = f'<ul class="problems">{problems}</ul>' if problems else ""
     return f'<h1>Shoal demo {badge}</h1>{problems}<div class="tiles">{shown}</div>'
@@ -280,7 +289,7 @@ def _peer_table(recordings: Sequence[Recording], scenario: Scenario) -> str:
     rows = []
     for recording in recordings:
         fate = {scenario.killed: "killed", scenario.joined: "joined later"}.get(recording.name, "")
-        cells = [recording.name, fate, str(len(recording.committed)), megabytes(recording.bytes_sent)]
+        cells = [recording.name, fate, str(len(recording.committed)), data_size(recording.bytes_sent)]
         codes = [recording.peer or "", str(recording.revision), recording.digest or ""]
         row = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
         row += "".join(f'<td class="code">{_text(code)}</td>' for code in (codes[0][:16], codes[1], codes[2][:32]))
@@ -302,8 +311,8 @@ def _svg(width: float, height: float, body: str) -> str:
 def _grid(axes: Axes, ticks: Sequence[float]) -> str:
     parts = []
     for tick in ticks:
-        y = axes.y(tick)
-        parts.append(f'<line x1="{axes.left}" x2="{axes.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>')
+        y, right = axes.y(tick), axes.width - RIGHT
+        parts.append(f'<line x1="{axes.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>')
         parts.append(f'<text x="{axes.left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
     return "".join(parts)
 
@@ -322,24 +331,23 @@ def _x_axis(axes: Axes, ticks: Sequence[float], name: str) -> str:
 def _mark_lines(axes: Axes, marks: Sequence[Mark]) -> str:
     parts = []
     for row, mark in enumerate(marks):
-        x = axes.x(mark.x)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{axes.height - BOTTOM}" stroke="{mark.css_colour}" '
-            f'stroke-dasharray="4 3"/><text class="mark" x="{x + 4:.1f}" y="{TOP + 10 + 13 * row}">{_text(mark.text)}</text>'
-        )
+        x, bottom = axes.x(mark.x), axes.height - BOTTOM
+        line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}" stroke-dasharray="4 3"'
+        parts.append(f'{line} stroke="{mark.css_colour}"/>')
+        anchor, shift = ("start", 4) if row else ("end", -4)
+        place = f'x="{x + shift:.1f}" y="{TOP + 10}" text-anchor="{anchor}"'
+        parts.append(f'<text class="mark" {place}>{_text(mark.text)}</text>')
     return "".join(parts)
 
 
 def _polyline(axes: Axes, line: Line) -> str:
-    points = [(axes.x(x), axes.y(y), x, y) for x, y in line.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
+    path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in line.points)
     colour = f"var(--c{line.colour})"
     shape = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>'
-    if line.dots or len(points) == 1:
-        shape += "".join(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{x_value:g}: {y_value:.4g}</title></circle>'
-            for x, y, x_value, y_value in points
-        )
+    if line.dots or len(line.points) == 1:
+        for x, y in line.points:
+            place = f'cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="4" fill="{colour}"'
+            shape += f"<circle {place}><title>{x:g}: {y:.4g}</title></circle>"
     return shape
 
 

@@ -169,7 +169,8 @@ class Verdict:
         return f"{first:.3f} → {last:.3f} nats per byte of validation text ({last / first - 1:+.0%})"
 
     def _bytes(self) -> str:
-        text = f"{megabytes(self.bytes_sent)} per peer; data-parallel would have sent {megabytes(self.bytes_data_parallel)}"
+        sent, data_parallel = data_size(self.bytes_sent), data_size(self.bytes_data_parallel)
+        text = f"{sent} per peer; data-parallel would have sent {data_parallel}"
         ratio = self.bytes_data_parallel / self.bytes_sent if self.bytes_sent else 0.0
         return f"{text} ({ratio:.1f} times as much)" if ratio else text
 
@@ -178,10 +179,10 @@ class Verdict:
         if death is None:
             return "no peer was killed"
         where = "in mid-reduce" if death.in_reduce else "outside of a reduce"
-        text = f"{death.peer[:8]} killed {where} of round {death.round}, survivors needed {death.attempts} attempts"
+        text = f"{death.peer[:8]} killed {where} of round {death.round}; {death.attempts} attempts"
         if death.recovery is None:
             return text
-        return f"{text}; {death.recovery:.1f} s lost ({death.seconds:.1f} s, median round {death.usual:.1f} s)"
+        return f"{text}, {death.recovery:.1f} s lost ({death.seconds:.1f} s, the median round {death.usual:.1f} s)"
 
     def _join(self) -> str:
         if self.joined is None:
@@ -216,14 +217,18 @@ def judge(recordings: Sequence[Recording], scenario: Scenario) -> Verdict:
     return attrs.evolve(verdict, problems=tuple(_problems(verdict, alive, scenario)))
 
 
-def megabytes(count: float) -> str:
-    """A number of bytes for people, in MB of 10^6 bytes."""
-    return f"{count / 1e6:,.1f} MB"
+def data_size(count: float) -> str:
+    """A number of bytes for people, with decimal prefixes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 def _problems(verdict: Verdict, alive: Sequence[Recording], scenario: Scenario) -> list[str]:
-    problems = [] if scenario.failure is None else [scenario.failure]
-    problems += [f"{recording.name} never had a revision" for recording in alive if recording.revision is None]
+    if scenario.failure is not None:
+        return [scenario.failure]  # all else follows from it
+    problems = [f"{recording.name} never had a revision" for recording in alive if recording.revision is None]
     revisions = {recording.name: recording.revision for recording in alive if recording.revision is not None}
     if len(set(revisions.values())) > 1:
         each = ", ".join(f"{name} at {revision}" for name, revision in revisions.items())
