@@ -31,7 +31,7 @@ from peer.settings import (
     RunSettings,
     Settings,
 )
-from peer.verdict import Scenario, judge, data_size
+from peer.verdict import Scenario, data_size, judge
 from protocol.errors import ShoalError
 
 COMMAND = (sys.executable, "-m", "peer")
