@@ -1,9 +1,9 @@
 """The event log: one JSON object per line about everything that happens to a peer, for programs and people.
 
 Every event has `t` (Unix seconds), `peer` and `event`; the other fields depend on its kind. `peer` is who the event
-happened to: the peer that writes the log, except in events about another one (`peer_seen`, `peer_lost`, `banned`); those
-name the writer as `by`. Training never stops because an event could not be written: a full disk costs events, and one
-warning.
+happened to: the peer that writes the log, except in events about another one (`peer_seen`, `peer_lost`, `banned`);
+those name the writer as `by`. Training never stops because an event could not be written: a full disk costs events, and
+one warning.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class EventLog:
         self._subscribers: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()
         self._warned = False
-        self._descriptor, self._torn = (None, False) if path is None else _open(Path(path))
+        self._descriptor: int | None = None
+        self._torn = False
+        if path is not None:
+            self._descriptor, self._torn = _open(Path(path))
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> None:
         """Calls `subscriber` with every event from now on, in the thread that emits it. It must be quick."""
@@ -120,6 +123,6 @@ def _plain(value: object) -> object:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
-    if type(value) in (bytes, bytearray):
-        return bytes(value).hex()
+    if type(value) is bytes:
+        return value.hex()
     return str(value)

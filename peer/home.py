@@ -37,7 +37,7 @@ class HomeInUse(HomeError):
 
 
 class Home:
-    """The home at `path`; the directory is created with mode 0700 if it is not there.
+    """The home at `path`; the directory is created with mode 0700 if it is not there, unless `create` is False.
 
     Attributes:
         path, checkpoints, status, manifest, book, ticket, crash_log: Where things are. Only `path` and the directory
@@ -47,7 +47,7 @@ class Home:
         HomeError: It cannot be created, is no directory, belongs to somebody else, or others may write to it.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, create: bool = True) -> None:
         self.path = Path(path).expanduser().absolute()
         self.checkpoints = self.path / "checkpoints"
         self.status = self.path / "status.json"
@@ -58,11 +58,13 @@ class Home:
         self._lock = self.path / "lock"
         self._swarm_key = self.path / "swarm.key"
         self._identity: Identity | None = None
-        with _explained(self.path):
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_owner()
-        with _explained(self.checkpoints):
-            self.checkpoints.mkdir(mode=0o700, exist_ok=True)
+        self._locked = False
+        if create:
+            with _explained(self.path):
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_owner()
+            with _explained(self.checkpoints):
+                self.checkpoints.mkdir(mode=0o700, exist_ok=True)
 
     @property
     def identity(self) -> Identity:
@@ -93,12 +95,15 @@ class Home:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keeps other daemons out for the length of a `with` block.
+        """Keeps other daemons out for the length of a `with` block. It may be taken again inside of that block.
 
         Raises:
             HomeInUse: A daemon is in; the message names its process id.
             HomeError: The lock file cannot be written.
         """
+        if self._locked:
+            yield
+            return
         with _explained(self._lock):
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -113,8 +118,10 @@ class Home:
             with _explained(self._lock):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            self._locked = True
             yield
         finally:
+            self._locked = False
             os.close(descriptor)  # lets the lock go; the file stays, so that nobody locks an unlinked one
 
     def is_locked(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import msgspec
 
 from peer.settings import Settings
@@ -170,7 +170,7 @@ def settings_from(tables: Mapping[str, Any]) -> Settings:
     """
     classes = typing.get_type_hints(Settings)
     _check_known(tables, [*classes, _FOUNDER], "table", "")
-    parts = {}
+    parts: dict[str, Any] = {}
     for name, kind in classes.items():
         table = tables.get(name, {})
         if not isinstance(table, Mapping):
@@ -311,10 +311,10 @@ def _check_together(settings: Settings) -> None:
             f"model.heads = {model.heads}: gives heads of {model.width // model.heads} features, which must be even",
             hint="rotary position embeddings turn pairs of features",
         )
-    if (membership.policy == "allow") != bool(membership.allow):
-        raise ManifestError(
-            f'membership.allow: must list peers if, and only if, policy is "allow", not "{membership.policy}"'
-        )
+    if membership.policy == "allow" and not membership.allow:
+        raise ManifestError('membership.allow is empty: the policy "allow" lets in only the peers that it lists')
+    if membership.policy != "allow" and membership.allow:
+        raise ManifestError(f'membership.allow lists peers, but the policy is "{membership.policy}", not "allow"')
     for text in membership.allow:
         try:
             PeerId.parse(text)
