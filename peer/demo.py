@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from peer.child import Child, spawn
+from peer.console import size
 from peer.live import Display
 from peer.manifest import dump_settings
 from peer.recording import Event
@@ -31,7 +32,7 @@ from peer.settings import (
     RunSettings,
     Settings,
 )
-from peer.verdict import Scenario, data_size, judge
+from peer.verdict import Scenario, judge
 from protocol.errors import ShoalError
 
 COMMAND = (sys.executable, "-m", "peer")
@@ -348,7 +349,7 @@ class _Stage:
             return
         self._told.add((event.kind, round_))
         if event.kind == "round_committed":
-            peers, sent = len(event.names("contributors")), data_size(event.number("bytes_sent"))
+            peers, sent = len(event.names("contributors")), size(event.number("bytes_sent"))
             self._say(f"round {round_}: {peers} contributors, {event.number('seconds'):.1f} s, {sent} sent by each")
         elif event.kind == "round_failed":
             self._say(f"round {round_}, attempt {event.integer('attempt')} failed: {event.text('reason')}")

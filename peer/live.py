@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.child import Child
+from peer.console import size
 from peer.recording import Recording
-from peer.verdict import data_size
 
 COLUMNS = ("daemon", "peer", "state", "round", "loss", "tokens/s", "sent")
 STATES = {
@@ -82,5 +82,5 @@ def _cells(recording: Recording, state: str) -> tuple[str, ...]:
         "" if recording.revision is None else str(recording.revision),
         "" if inner is None else f"{inner.number('loss'):.3f}",
         "" if inner is None else f"{inner.number('tokens_per_second'):,.0f}",
-        data_size(recording.bytes_sent),
+        size(recording.bytes_sent),
     )

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import attrs
 
+from peer.console import size
 from peer.recording import Event, Recording
-from peer.verdict import Scenario, Verdict, data_size
+from peer.verdict import Scenario, Verdict
 
 WIDTH, HEIGHT = 560, 260  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # margins of its plot area
@@ -170,11 +171,11 @@ def chart(
 def comparison(verdict: Verdict) -> str:
     """Two bars: what was sent, and what data-parallel training would have sent."""
     bars = [("this run", verdict.bytes_sent, 0), ("data-parallel", verdict.bytes_data_parallel, 1)]
-    most = max(size for _, size, _ in bars) or 1.0
+    most = max(count for _, count, _ in bars) or 1.0
     parts = []
-    for row, (name, size, colour) in enumerate(bars):
-        y, length = 26 + row * 76, max(size / most * (WIDTH - 20), 2.0)
-        parts.append(f'<text class="name" x="0" y="{y}">{_text(name)}: {_text(data_size(size))}</text>')
+    for row, (name, count, colour) in enumerate(bars):
+        y, length = 26 + row * 76, max(count / most * (WIDTH - 20), 2.0)
+        parts.append(f'<text class="name" x="0" y="{y}">{_text(name)}: {_text(size(count))}</text>')
         parts.append(f'<rect x="0" y="{y + 10}" width="{length:.1f}" height="28" rx="4" fill="var(--c{colour})"/>')
     if verdict.bytes_sent:
         ratio = verdict.bytes_data_parallel / verdict.bytes_sent
@@ -289,7 +290,7 @@ def _peer_table(recordings: Sequence[Recording], scenario: Scenario) -> str:
     rows = []
     for recording in recordings:
         fate = {scenario.killed: "killed", scenario.joined: "joined later"}.get(recording.name, "")
-        cells = [recording.name, fate, str(len(recording.committed)), data_size(recording.bytes_sent)]
+        cells = [recording.name, fate, str(len(recording.committed)), size(recording.bytes_sent)]
         codes = [recording.peer or "", str(recording.revision), recording.digest or ""]
         row = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
         row += "".join(f'<td class="code">{_text(code)}</td>' for code in (codes[0][:16], codes[1], codes[2][:32]))

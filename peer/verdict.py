@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from peer.console import size
 from peer.recording import Recording
 
 FP32_BYTES = 4
@@ -169,7 +170,7 @@ class Verdict:
         return f"{first:.3f} → {last:.3f} nats per byte of validation text ({last / first - 1:+.0%})"
 
     def _bytes(self) -> str:
-        sent, data_parallel = data_size(self.bytes_sent), data_size(self.bytes_data_parallel)
+        sent, data_parallel = size(self.bytes_sent), size(self.bytes_data_parallel)
         text = f"{sent} per peer; data-parallel would have sent {data_parallel}"
         ratio = self.bytes_data_parallel / self.bytes_sent if self.bytes_sent else 0.0
         return f"{text} ({ratio:.1f} times as much)" if ratio else text
@@ -215,14 +216,6 @@ def judge(recordings: Sequence[Recording], scenario: Scenario) -> Verdict:
         problems=(),
     )
     return attrs.evolve(verdict, problems=tuple(_problems(verdict, alive, scenario)))
-
-
-def data_size(count: float) -> str:
-    """A number of bytes for people, with decimal prefixes."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _problems(verdict: Verdict, alive: Sequence[Recording], scenario: Scenario) -> list[str]:
@@ -274,8 +267,8 @@ def _data_parallel(recording: Recording, inner_steps: int) -> float:
     if started is None or not recording.committed:
         return 0.0
     per_reduce = FP32_BYTES * started.number("parameters")
-    sizes = [len(event.names("members")) for event in recording.committed.values()]
-    return sum(inner_steps * per_reduce * 2 * (size - 1) / size for size in sizes if size)
+    rounds = [len(event.names("members")) for event in recording.committed.values()]
+    return sum(inner_steps * per_reduce * 2 * (members - 1) / members for members in rounds if members)
 
 
 def _death(

@@ -124,7 +124,7 @@ def test_the_table_has_a_row_for_every_daemon(swarm, tmp_path):
     console.print(status_table([*children, Child("late", tmp_path)]))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert rows[0] == ["daemon", "peer", "state", "round", "loss", "tokens/s", "sent"]
-    assert rows[1] == ["founder", "id-found", "stopped", "6", "0.714", "2,000", "50", "kB"]
+    assert rows[1] == ["founder", "id-found", "stopped", "6", "0.714", "2,000", "50.0", "kB"]
     assert rows[4][2:4] == ["killed", "2"]
     assert rows[6] == ["late", "starting", "0", "B"]
 
