@@ -147,7 +147,7 @@ class _Daemon:
         rounds = Rounds(
             self.endpoint,
             manifest.run_id,
-            times=RoundTimes(grace=settings.round.grace),
+            settings=RoundTimes(grace=settings.round.grace),
             members=membership.partners,
             report=self._report,
         )
@@ -240,7 +240,8 @@ class _Daemon:
         return found if found is not None and found.state.header.run == manifest.run_id else None
 
     def _report(self, event: RoundEvent) -> None:
-        self._events.emit(event.event, **event.fields)
+        fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
+        self._events.emit(event.event, **fields)
 
     def _address(self) -> Address:
         """Where others reach us, as far as we know."""

@@ -24,12 +24,15 @@ from peer.sync import Donor, SyncFailed, fetch_state
 from peer.trainer import StepInfo, Trainer
 from protocol.collective import Reduced
 from protocol.endpoint import Endpoint
-from protocol.errors import ShoalError
+from protocol.errors import Behind, Fork, RoundAborted, ShoalError
 from protocol.identity import PeerId
-from protocol.rounds import Behind, Rounds
+from protocol.rounds import Rounds
 
 LINGER = 20.0
 """Seconds that a peer stays after the last round for those that still lack it."""
+
+RETRY = 1.0
+"""Seconds before something that failed is tried again, unless the members change earlier."""
 
 INNER_EVENT_PERIOD = 1.0
 """Seconds between two `inner` events."""
@@ -104,19 +107,27 @@ class Node:
         revision = state.header.revision + 1
         await self.compute(self.trainer.start_round, state.outer, revision, self.membership.partners())
         await self._inner_steps(revision)
-        await self.membership.settled()
-        better = await self._fetch_better(state)
-        if better is not None:
-            return better
         contribution = await self.compute(self.trainer.contribution)
         if not contribution.finite:
-            self.events.emit("round_failed", round=revision, attempt=0, reason="our own update is not finite")
-        try:
-            reduced = await self.rounds.all_reduce(
-                revision, contribution.values, contribution.weight, base=state.header.digest
-            )
-        except Behind as behind:
-            return await self._catch_up(state, behind.peer)
+            reason = "our own update was not finite, so it does not count"
+            self.events.emit("round_failed", round=revision, attempt=0, reason=reason)
+        while True:
+            await self.membership.settled()
+            better = await self._fetch_better(state)
+            if better is not None:
+                return better
+            try:
+                reduced = await self.rounds.all_reduce(
+                    revision, contribution.values, contribution.weight, digest=state.header.digest
+                )
+            except Behind as behind:
+                return await self._catch_up(state, behind.peer)
+            except (Fork, RoundAborted) as error:
+                self.events.emit("round_failed", round=revision, attempt=0, reason=str(error))
+                with trio.move_on_after(RETRY):  # until we know more about the others
+                    await self.membership.changes()
+            else:
+                break
         committed = await self._commit(state, reduced)
         await self._save(committed)
         await self._validate(committed)
@@ -147,7 +158,7 @@ class Node:
 
     async def _until_deadline(self, revision: int, scope: trio.CancelScope) -> None:
         """Cancels `scope` when the others, being ready for the round, will wait no longer."""
-        await trio.sleep_until(await self.rounds.opened(revision))
+        await trio.sleep_until(await self.rounds.wait_opened(revision))
         scope.cancel()
 
     async def _until_left_behind(self, scope: trio.CancelScope) -> None:
@@ -212,11 +223,12 @@ class Node:
                 )
             except SyncFailed as error:
                 self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))
-                with trio.move_on_after(1.0):
+                with trio.move_on_after(RETRY):
                     await self.membership.changes()  # the members may have moved on to the next state
                 continue
             seconds = trio.current_time() - started
             tip = found.header.tip
+            self.rounds.adopted(tip.revision, tip.digest)
             self.events.emit("synced", round=tip.revision, digest=tip.digest, seconds=seconds, bytes=received)
             return found
 
@@ -224,6 +236,7 @@ class Node:
         """Offers our state to others and tells them where we are and whether we take part in rounds."""
         if state is not None:
             self.donor.offer(state)
+            self.rounds.committed(state.header.revision, state.header.digest)
         await self.membership.announce(None if state is None else state.tip, active=active)
 
     async def _validate(self, state: CommittedState) -> None:

@@ -61,7 +61,7 @@ async def test_a_donor_that_dies_is_replaced_by_the_others(mesh, state):
     def kill_one(received):
         if not donors_killed:
             donors_killed.append(True)
-            swarm.network.kill("1")
+            swarm.network.kill("h1")
 
     donors_killed = []
     found = await fetch_state(
