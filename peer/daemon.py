@@ -253,19 +253,19 @@ class _Daemon:
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first and then other peers that we know."""
-        bootstrap = [(self.endpoint.peer_id, self._address())]
-        for contact in self._dht.contacts():
-            bootstrap += [(contact.peer, address) for address in contact.addresses[:1]]
+        others = {peer: address for peer, address in reversed(self._dht.contacts())}
+        bootstrap = [(self.endpoint.peer_id, self._address()), *others.items()]
         return Ticket(manifest.run_id, tuple(bootstrap[:MAX_BOOTSTRAP]), self._swarm_key)
 
     async def _keep_book(self, membership: Membership) -> None:
         """Writes down whom we know whenever that changes, so that a restart, also after a crash, finds back."""
         while True:
             await membership.changes()
-            known = {member.peer: self.endpoint.addresses(member.peer) for member in membership.others}
-            known |= {contact.peer: contact.addresses for contact in self._dht.contacts()}
+            members = [member.peer for member in membership.others]
+            known = [(peer, address) for peer in members for address in self.endpoint.addresses(peer)]
+            known += self._dht.contacts()
             if known:
-                entries = [[str(peer), str(address)] for peer, addresses in known.items() for address in addresses]
+                entries = [[str(peer), str(address)] for peer, address in dict.fromkeys(known)]
                 await self._compute(write_atomically, self._home.book, json.dumps(entries[:MAX_BOOK]).encode())
             await trio.sleep(BOOK_PERIOD)
 
