@@ -371,7 +371,7 @@ async def test_slow_handshakes_end_after_ten_seconds(autojump_clock, initiator, 
 
         async def drop_by_drop():
             for byte in drip:
-                await trio.sleep(1)
+                await trio.sleep(0.7)
                 await slow.send(bytes([byte]))
 
         async with trio.open_nursery() as nursery:
