@@ -6,6 +6,7 @@ the clock.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 
 import attrs
@@ -283,9 +284,10 @@ class _Session:
 
         Closing while bytes of theirs are unread would make TCP throw our answer away.
         """
-        await self._send(self._preamble(status))
         scrap = memoryview(bytearray(_LINGER_BYTES))
-        with trio.move_on_after(_LINGER):
+        # If they don't wait for it, why we refuse is still what matters.
+        with contextlib.suppress(PeerGone), trio.move_on_after(_LINGER):
+            await self._send(self._preamble(status))
             while scrap and (count := await self._stream.receive_into(scrap)):
                 scrap = scrap[count:]
 
