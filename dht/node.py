@@ -23,7 +23,6 @@ from typing import TypeVar
 
 import attrs
 import trio
-from protocol.endpoint import Endpoint, PeerConnected
 
 from dht.ids import ID_BYTES, MAX_ADDRESSES, Contact, distance, random_id
 from dht.lookup import Lookup, LookupSettings
@@ -34,6 +33,7 @@ from dht.records import MAX_TTL, MAX_VALUE, Record
 from dht.service import Service
 from dht.store import ACCEPTED, RecordStore, StoreLimits, Verdict
 from dht.table import RoutingTable, TableSettings
+from protocol.endpoint import Endpoint, PeerConnected
 from protocol.errors import HandshakeError, PeerUnreachable, ProtocolError, RequestRefused, ShoalError
 from protocol.identity import Identity, PeerId
 from protocol.transport import Address

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import attrs
 import trio
-from protocol.endpoint import Endpoint, Stream
 
 from dht.messages import (
     MAX_CONTACTS,
@@ -29,6 +28,7 @@ from dht.quota import Quota
 from dht.records import Record
 from dht.store import Held, RecordStore, Verdict
 from dht.table import RoutingTable
+from protocol.endpoint import Endpoint, Stream
 from protocol.errors import ProtocolError, RequestRefused
 from protocol.identity import PeerId
 

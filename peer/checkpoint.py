@@ -4,7 +4,7 @@ A file holds one tensor per parameter (`model.<name>`), one per parameter and ou
 the local optimizer's tensors (`inner.<name>`), so that any tool that reads safetensors can use it. A JSON header in the
 file's metadata holds the run's settings and the chain header.
 
-A checkpoint is written under a temporary name, synced to disk and renamed: a crash at any moment leaves the previous one.
+A checkpoint is written under a temporary name, synced to disk and renamed: a crash at any moment leaves the last one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
     metadata = {"shoal": json.dumps(_describe(checkpoint, layout))}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file({name: values.contiguous() for name, values in tensors.items()}, temporary, metadata)
+        safetensors.torch.save_file(tensors, temporary, metadata)
         _sync(temporary)
         temporary.rename(path)
         _sync(directory)

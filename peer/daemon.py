@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterable
 
 import attrs
@@ -18,7 +19,7 @@ from peer.events import EventLog
 from peer.home import Home, write_atomically
 from peer.manifest import Manifest
 from peer.membership import Membership
-from peer.node import Node, in_worker_thread
+from peer.node import Compute, Node, in_worker_thread
 from peer.settings import Settings
 from peer.sync import Donor, fetch_manifest
 from peer.ticket import MAX_BOOTSTRAP, Ticket
@@ -36,6 +37,8 @@ BOOK_PERIOD = 60.0
 
 MEMORY_PER_PARAMETER = 48
 """Bytes: local and outer parameters, gradients, two moments, momentum, the copy under evaluation, a round's buffers."""
+
+UNSPECIFIED = ("0.0.0.0", "::")
 
 Contact = tuple[PeerId | None, Address]
 
@@ -66,6 +69,7 @@ async def run_daemon(
     config: DaemonConfig,
     *,
     transport: Transport | None = None,
+    compute: Compute = in_worker_thread,
     task_status: trio.TaskStatus[Ticket] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Runs a peer until its run is over or it is cancelled.
@@ -73,6 +77,7 @@ async def run_daemon(
     Args:
         config: What to do.
         transport: How bytes travel; TCP if None.
+        compute: How long computations are run.
         task_status: Started with a ticket, as soon as others can join through this peer.
 
     Raises:
@@ -81,7 +86,7 @@ async def run_daemon(
         ShoalError: Data, home, address or settings cannot be used.
     """
     torch.set_num_threads(config.threads)
-    daemon = _Daemon(config, transport or TcpTransport())
+    daemon = _Daemon(config, transport or TcpTransport(), compute)
     reason = "failed"
     try:
         async with trio.open_nursery() as nursery:
@@ -97,19 +102,19 @@ async def run_daemon(
 
 
 class _Daemon:
-    def __init__(self, config: DaemonConfig, transport: Transport) -> None:
+    def __init__(self, config: DaemonConfig, transport: Transport, compute: Compute) -> None:
         self._config = config
+        self._compute = compute
         self._home = config.home
         self._events = config.events
         self._identity = config.home.identity
-        self._rng = random.Random()  # noqa: S311 - spreads load; keys come from elsewhere
+        self._rng = random.Random()  # spreads load; keys come from elsewhere
         self._swarm_key = _swarm_key(config)
         self.endpoint = Endpoint(
             self._identity,
             transport,
             psk=self._swarm_key,
             limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
-            announce=config.announce,
             rng=self._rng,
         )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
@@ -122,9 +127,9 @@ class _Daemon:
         manifest = config.manifest or await self._find_manifest()
         settings = manifest.settings
         self._keep_manifest(manifest)
-        corpus = await in_worker_thread(Corpus.open, config.data)
-        trainer = await in_worker_thread(self._make_trainer, settings, corpus)
-        local = await in_worker_thread(self._own_checkpoint, manifest)
+        corpus = await self._compute(Corpus.open, config.data)
+        trainer = await self._compute(self._make_trainer, settings, corpus)
+        local = await self._compute(self._own_checkpoint, manifest)
 
         membership = Membership(
             self.endpoint,
@@ -165,6 +170,7 @@ class _Daemon:
             trainer=trainer,
             checkpoints=self._home.checkpoints,
             events=self._events,
+            compute=self._compute,
         )
         await node.run(local, founding=config.manifest is not None and not met)
 
@@ -237,8 +243,9 @@ class _Daemon:
         """Where others reach us, as far as we know."""
         if self._config.announce is not None:
             return self._config.announce
-        assert self.endpoint.address is not None
-        return self.endpoint.address
+        bound = self.endpoint.address
+        assert bound is not None
+        return Address(_outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first and then other peers that we know."""
@@ -262,6 +269,17 @@ class _Daemon:
         ]
         if entries:
             write_atomically(self._home.book, json.dumps(entries).encode())
+
+
+def _outward_host() -> str:
+    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host
 
 
 def _swarm_key(config: DaemonConfig) -> bytes | None:

@@ -147,7 +147,7 @@ class Membership:
         return sorted(found)
 
     def better(self) -> Member | None:
-        """The member with the best tip, if that is a state to fetch, be it to catch up or to change branches; else None."""
+        """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None."""
         best: Member | None = None
         for member in self._members.values():
             if member.tip is None or (self._tip is not None and not _left_behind(self._tip, member.tip)):

@@ -15,9 +15,9 @@ import trio
 
 from optim import OuterState
 from peer import checkpoint
-from peer.checkpoint import Checkpoint
+from peer.checkpoint import Checkpoint, CheckpointError
 from peer.events import EventLog
-from peer.membership import Membership
+from peer.membership import Member, Membership
 from peer.settings import Settings
 from peer.state import CommittedState
 from peer.sync import Donor, SyncFailed, fetch_state
@@ -72,9 +72,6 @@ class Node:
         Args:
             local: Our own checkpoint of this run, if there is one.
             founding: Whether to make the first state if nobody has one.
-
-        Raises:
-            CheckpointError: A checkpoint cannot be saved.
         """
         state = await self._first_state(local, founding=founding)
         if local is not None:
@@ -234,14 +231,23 @@ class Node:
         self.events.emit("validation", round=state.header.revision, loss=loss)
 
     async def _save(self, state: CommittedState) -> None:
+        """Saves a checkpoint. If that fails (a full disk), training goes on with the earlier ones."""
         inner = await self.compute(self.trainer.inner_state)
-        await self.compute(checkpoint.save, self.checkpoints, Checkpoint(self.settings, state, inner), self.trainer.flat)
+        saved = Checkpoint(self.settings, state, inner)
+        try:
+            await self.compute(checkpoint.save, self.checkpoints, saved, self.trainer.flat)
+        except CheckpointError as error:
+            self.events.emit("checkpoint_failed", round=state.header.revision, reason=str(error))
 
     async def _linger(self, state: CommittedState) -> None:
         """Stays for those who lack the last round, as long as they are there and for a limited time."""
         with trio.move_on_after(LINGER):
-            while any(member.tip is None or member.tip.revision < state.header.revision for member in self.membership.others):
+            while any(_lags(member, state) for member in self.membership.others):
                 await self.membership.changes()
+
+
+def _lags(member: Member, state: CommittedState) -> bool:
+    return member.tip is None or member.tip.revision < state.header.revision
 
 
 def _committed(state: CommittedState, outer: OuterState, reduced: Reduced) -> CommittedState:

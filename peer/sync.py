@@ -1,6 +1,6 @@
 """Fetching what a newcomer, or a peer that fell behind, lacks: the manifest and the committed state.
 
-A donor serves its latest committed states, which are immutable, and never waits for anything while it does. The fetching
+A donor serves its latest committed states, which are immutable, and its training never waits for that. The fetching
 peer asks several donors at once for 1 MiB ranges and checks each against the Merkle leaves, the leaves against the
 header, and the header against the digest it was after, so that a torn or forged state is never taken.
 """
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import attrs
 import msgspec
 import torch
 import trio

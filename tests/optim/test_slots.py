@@ -97,7 +97,9 @@ def test_work_weighs_its_tokens():
     assert ByTokens().weight(Work(steps=3, tokens=96)) == 96.0
 
 
-@pytest.mark.parametrize("constants", [{"lr": 0.0, "momentum": 0.5}, {"lr": 0.5, "momentum": 1.0}, {"lr": -1, "momentum": 0}])
+@pytest.mark.parametrize(
+    "constants", [{"lr": 0.0, "momentum": 0.5}, {"lr": 0.5, "momentum": 1.0}, {"lr": -1, "momentum": 0}]
+)
 def test_impossible_constants_are_refused(constants):
     with pytest.raises(ValueError, match="must be"):
         Nesterov(**constants)
