@@ -42,6 +42,8 @@ class Engine:
 
     environment: Mapping[str, str]
     compose: Sequence[str]
+    temporary: bool
+    """Whether it was started for these tests, and nothing in it outlives them."""
 
     def run(self, *command: str | Path, **more_environment: str) -> str:
         """Run a command for the engine and return its standard output; if it fails, so does the test."""
@@ -73,14 +75,14 @@ def engine() -> Iterator[Engine]:
     if compose is None or shutil.which("docker") is None:
         pytest.skip("no Docker client with compose (Debian: apt-get install docker.io docker-compose)")
     if succeeds(["docker", "version"], environment):
-        yield Engine(environment, compose)
+        yield Engine(environment, compose, temporary=False)
         return
     if os.geteuid() != 0:
         pytest.skip("no Docker engine answers, and only root can start one")
     if shutil.which("dockerd") is None:
         pytest.skip("no Docker engine answers, and none is installed (Debian: apt-get install docker.io)")
     with tempfile.TemporaryDirectory(prefix="shoal-docker-") as directory, own_engine(Path(directory)) as address:
-        yield Engine({**environment, "DOCKER_HOST": address}, compose)
+        yield Engine({**environment, "DOCKER_HOST": address}, compose, temporary=True)
 
 
 @contextlib.contextmanager
@@ -122,7 +124,8 @@ def image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         options = [option for key, value in arguments.items() for option in ("--build-arg", f"{key}={value}")]
         engine.run("docker", "build", "--network", "host", *options, "-f", "docker/Dockerfile", "-t", name, ".")
     yield name
-    engine.run("docker", "image", "rm", "--force", name)
+    if not engine.temporary:
+        engine.run("docker", "image", "rm", "--force", name)
 
 
 def cache() -> Path:
