@@ -117,17 +117,22 @@ def run_demo(options: DemoOptions, *, command: Sequence[str] = COMMAND) -> int:
 
 
 def _conclude(stage: _Stage, options: DemoOptions) -> int:
-    """Prints the verdict, writes the report, and gives the exit code."""
+    """Prints the verdict, writes the report, and gives the exit code. The verdict matters more than the report."""
     out = sys.stderr if options.json else sys.stdout
     scenario = stage.scenario()
     recordings = [child.recording for child in stage.children]
     verdict = judge(recordings, scenario)
     report = (options.keep or Path.cwd()) / "report.html"
-    write_report(report, verdict, recordings, scenario, stage.sample)
+    try:
+        write_report(report, verdict, recordings, scenario, stage.sample)
+    except OSError as error:
+        report_at = f"not written: {error}"
+    else:
+        report_at = str(report)
     if stage.sample:
         print(f"\nThe model writes:\n{stage.sample}\n", file=out)
     print(verdict.to_text(), file=out)
-    print(f"  {'report':<11} {report}", file=out)
+    print(f"  {'report':<11} {report_at}", file=out)
     if stage.failure is not None and stage.failure.log:
         print(f"\n{stage.failure}. Its last lines:\n{stage.failure.log}", file=out)
     if options.json:
@@ -257,7 +262,8 @@ class _Stage:
             "--threads": 1,
             "--max-upload": UPLOAD,
         }
-        child.start([*self._command, *what, *(str(word) for flag in flags.items() for word in flag)])
+        # --debug: a traceback belongs into the log, since the home with its crash.log may be removed at the end.
+        child.start([*self._command, *what, "--debug", *(str(word) for flag in flags.items() for word in flag)])
         self.children.append(child)
         return child
 

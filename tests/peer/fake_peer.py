@@ -120,6 +120,7 @@ def main():
         parser.add_argument(flag, type=Path, required=True)
     for flag in ("--listen", "--data", "--device", "--threads", "--max-upload"):
         parser.add_argument(flag, required=True)
+    parser.add_argument("--debug", action="store_true")
     options = parser.parse_args(arguments)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

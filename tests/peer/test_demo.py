@@ -50,6 +50,13 @@ def test_a_good_demo_passes_and_says_so_in_json(capsys, tmp_path):
     assert "def sampled(): &lt;b&gt;" in (tmp_path / "report.html").read_text()
 
 
+def test_a_report_that_cannot_be_written_does_not_hide_the_verdict(capsys, tmp_path):
+    (tmp_path / "report.html").mkdir()
+    assert play("crash") == 1
+    out = capsys.readouterr().out
+    assert "not written" in out and "peer-1 failed" in out
+
+
 def test_kept_files_are_where_they_were_asked_for(capsys, tmp_path):
     keep = tmp_path / "kept" / "demo"
     assert play("good", keep=keep) == 0
