@@ -118,7 +118,7 @@ class Mesh:
 
 
 @pytest.fixture
-async def mesh(autojump_clock, nursery):
+async def mesh(nursery):
     """`await mesh(n)` makes n endpoints on hosts h0, h1, …"""
 
     async def make(count):

@@ -38,7 +38,7 @@ def donate(endpoint, state, run=RUN):
     return donor
 
 
-async def test_a_state_comes_from_several_donors_at_once(mesh, state):
+async def test_a_state_comes_from_several_donors_at_once(autojump_clock, mesh, state):
     swarm = await mesh(4)
     newcomer, *donors = swarm.endpoints
     for endpoint in donors:
@@ -52,7 +52,7 @@ async def test_a_state_comes_from_several_donors_at_once(mesh, state):
     assert all(donor.bytes_sent > merkle.LEAF for donor in donors)
 
 
-async def test_a_donor_that_dies_is_replaced_by_the_others(mesh, state):
+async def test_a_donor_that_dies_is_replaced_by_the_others(autojump_clock, mesh, state):
     swarm = await mesh(3)
     newcomer, *donors = swarm.endpoints
     for endpoint in donors:
@@ -70,7 +70,7 @@ async def test_a_donor_that_dies_is_replaced_by_the_others(mesh, state):
     assert same(found, state)
 
 
-async def test_forged_ranges_are_not_taken(mesh, state):
+async def test_forged_ranges_are_not_taken(autojump_clock, mesh, state):
     swarm = await mesh(3)
     newcomer, honest, liar = swarm.endpoints
     donate(honest, state)
@@ -83,7 +83,7 @@ async def test_forged_ranges_are_not_taken(mesh, state):
 
 
 @pytest.mark.parametrize("lie", ["header", "leaves", "size"])
-async def test_forged_descriptions_are_not_taken(mesh, state, lie):
+async def test_forged_descriptions_are_not_taken(autojump_clock, mesh, state, lie):
     swarm = await mesh(2)
     newcomer, liar = swarm.endpoints
     claimed = state
@@ -99,7 +99,7 @@ async def test_forged_descriptions_are_not_taken(mesh, state, lie):
         await fetch_state(newcomer, RUN, asked, [liar.peer_id], elements=elements)
 
 
-async def test_nobody_has_it(mesh, state):
+async def test_nobody_has_it(autojump_clock, mesh, state):
     swarm = await mesh(3)
     newcomer, *donors = swarm.endpoints
     donate(donors[0], None)
@@ -110,7 +110,7 @@ async def test_nobody_has_it(mesh, state):
         await fetch_state(newcomer, RUN, state.tip, [], elements=ELEMENTS)
 
 
-async def test_a_fetch_survives_the_donors_next_commit(mesh, state):
+async def test_a_fetch_survives_the_donors_next_commit(autojump_clock, mesh, state):
     swarm = await mesh(2)
     newcomer, endpoint = swarm.endpoints
     donor = donate(endpoint, state)
@@ -126,7 +126,7 @@ async def test_a_fetch_survives_the_donors_next_commit(mesh, state):
     assert committed
 
 
-async def test_a_range_beyond_the_end_is_empty(mesh, state):
+async def test_a_range_beyond_the_end_is_empty(autojump_clock, mesh, state):
     swarm = await mesh(2)
     newcomer, endpoint = swarm.endpoints
     donate(endpoint, state)
@@ -134,7 +134,7 @@ async def test_a_range_beyond_the_end_is_empty(mesh, state):
         assert (await stream.receive(RangeReply)).length == 0
 
 
-async def test_the_manifest_comes_from_whoever_has_it(mesh):
+async def test_the_manifest_comes_from_whoever_has_it(autojump_clock, mesh):
     swarm = await mesh(2)
     newcomer, endpoint = swarm.endpoints
     donate(endpoint, None)

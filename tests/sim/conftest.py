@@ -130,5 +130,5 @@ async def simulated(function, *arguments):
 
 
 @pytest.fixture
-def simulated_swarm(autojump_clock, tmp_path, nursery):
+def simulated_swarm(tmp_path, nursery):
     return SimulatedSwarm(tmp_path, nursery)

@@ -18,7 +18,7 @@ def agree(*peers):
     return common
 
 
-async def test_a_swarm_of_one_trains_to_the_end(simulated_swarm):
+async def test_a_swarm_of_one_trains_to_the_end(autojump_clock, simulated_swarm):
     with trio.fail_after(LIMIT):
         alone = await simulated_swarm.start("a")
         await alone.ended.wait()
@@ -27,7 +27,7 @@ async def test_a_swarm_of_one_trains_to_the_end(simulated_swarm):
     assert alone.events("stopped")[0]["reason"] == "finished"
 
 
-async def test_peers_make_rounds_together_and_end_with_the_same_bits(simulated_swarm):
+async def test_peers_make_rounds_together_and_end_with_the_same_bits(autojump_clock, simulated_swarm):
     with trio.fail_after(LIMIT):
         peers = [await simulated_swarm.start(name) for name in "abc"]
         for peer in peers:
@@ -41,7 +41,7 @@ async def test_peers_make_rounds_together_and_end_with_the_same_bits(simulated_s
     assert all(peer.events("stopped")[0]["reason"] == "finished" for peer in peers)
 
 
-async def test_the_others_go_on_when_any_peer_dies_also_the_founder(simulated_swarm):
+async def test_the_others_go_on_when_any_peer_dies_also_the_founder(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
         a, b, c, d = [await simulated_swarm.start(name) for name in "abcd"]
@@ -57,7 +57,7 @@ async def test_the_others_go_on_when_any_peer_dies_also_the_founder(simulated_sw
     simulated_swarm.leave("d")
 
 
-async def test_a_newcomer_fetches_the_state_and_contributes(simulated_swarm):
+async def test_a_newcomer_fetches_the_state_and_contributes(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
         a, b = [await simulated_swarm.start(name) for name in "ab"]
@@ -72,7 +72,7 @@ async def test_a_newcomer_fetches_the_state_and_contributes(simulated_swarm):
         simulated_swarm.leave(name)
 
 
-async def test_leaving_is_told_to_the_others(simulated_swarm):
+async def test_leaving_is_told_to_the_others(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
         a, b = [await simulated_swarm.start(name) for name in "ab"]
@@ -88,7 +88,7 @@ async def test_leaving_is_told_to_the_others(simulated_swarm):
     simulated_swarm.leave("a")
 
 
-async def test_a_killed_peer_restarts_with_its_identity_and_catches_up(simulated_swarm):
+async def test_a_killed_peer_restarts_with_its_identity_and_catches_up(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
         a, b, c = [await simulated_swarm.start(name) for name in "abc"]
@@ -104,7 +104,7 @@ async def test_a_killed_peer_restarts_with_its_identity_and_catches_up(simulated
         simulated_swarm.leave(name)
 
 
-async def test_a_stalled_peer_is_left_behind_and_catches_up(simulated_swarm):
+async def test_a_stalled_peer_is_left_behind_and_catches_up(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
         a, b, c = [await simulated_swarm.start(name) for name in "abc"]
@@ -121,7 +121,7 @@ async def test_a_stalled_peer_is_left_behind_and_catches_up(simulated_swarm):
         simulated_swarm.leave(name)
 
 
-async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(simulated_swarm):
+async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
         peers = a, b, c, d, e = [await simulated_swarm.start(name) for name in "abcde"]
