@@ -146,13 +146,20 @@ class Membership:
                 found.append(member.peer)
         return sorted(found)
 
-    def better(self) -> Member | None:
-        """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None."""
+    def better(self, *, branched: PeerId | None = None) -> Member | None:
+        """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
+
+        A tip that is a single round ahead of ours is most likely the round that we are about to finish, and no reason
+        to fetch anything, unless the member is `branched`: known to be on another branch.
+        """
         best: Member | None = None
         for member in self._members.values():
-            if member.tip is None or (self._tip is not None and not _left_behind(self._tip, member.tip)):
+            tip = member.tip
+            if tip is None or (self._tip is not None and not tip.beats(self._tip)):
                 continue
-            if best is None or best.tip is None or member.tip.beats(best.tip):
+            if self._tip is not None and tip.revision == self._tip.revision + 1 and member.peer != branched:
+                continue
+            if best is None or best.tip is None or tip.beats(best.tip):
                 best = member
         return best
 
@@ -291,12 +298,3 @@ class Membership:
 
 def _claim(tip: Tip | None) -> TipClaim | None:
     return None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)
-
-
-def _left_behind(mine: Tip, theirs: Tip) -> bool:
-    """Whether theirs is a tip to fetch: a branch that beats ours and is not merely one round ahead of us.
-
-    Weight only grows along a branch, so a heavier tip at our revision or before it is on another branch. One that is a
-    single round ahead is most likely the round that we are about to finish.
-    """
-    return theirs.beats(mine) and theirs.revision != mine.revision + 1

@@ -195,14 +195,20 @@ class Node:
             reduced = None
         if reduced is not None and reduced.plan.base == state.header.digest:
             return await self._commit(state, reduced)
+        self.rounds.adopted(state.header.revision, state.header.digest)  # what was fetched leads from another state
         await self.membership.settled()
-        return await self._fetch_better(state) or state
+        return await self._fetch_better(state, branched=holder) or state
 
-    async def _fetch_better(self, state: CommittedState | None) -> CommittedState | None:
-        """Fetches the state of the best branch that the members know, or returns None if ours is that one."""
+    async def _fetch_better(
+        self, state: CommittedState | None, *, branched: PeerId | None = None
+    ) -> CommittedState | None:
+        """Fetches the state of the best branch that the members know, or returns None if ours is that one.
+
+        `branched` is a member that is known to be on another branch than ours.
+        """
         started = trio.current_time()
         while True:
-            best = self.membership.better()
+            best = self.membership.better(branched=branched)
             if best is None or best.tip is None:
                 return None
             await self._stand_at(state, active=False)
