@@ -1,0 +1,169 @@
+"""Byte streams over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from typing import Any
+
+import trio
+
+from protocol.errors import AddressError, PeerGone, PeerUnreachable
+from protocol.transport import DIAL_TIMEOUT, Address, Buffer
+
+_BACKLOG = 128
+
+# Options that exist on some systems only. A peer whose host vanished is noticed after about 10 s, whether we were
+# sending (user timeout, in milliseconds) or only waiting (keepalive, in seconds: 5 + 3 * 2).
+_OPTIONS = (
+    ("SOL_SOCKET", "SO_KEEPALIVE", 1),
+    ("IPPROTO_TCP", "TCP_NODELAY", 1),
+    ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 10_000),
+    ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
+    ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
+    ("IPPROTO_TCP", "TCP_KEEPCNT", 3),
+)
+
+# accept() fails with these when the system is short of something; it helps to wait.
+_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_SHORTAGE_PAUSE = 0.1
+
+
+class TcpTransport:
+    """Dials and listens over TCP, on IPv4 and IPv6. Implements `transport.Transport`."""
+
+    async def dial(self, address: Address) -> TcpStream:
+        """See `Transport.dial`. Tries all addresses that a name has, as RFC 8305 ("happy eyeballs") says."""
+        try:
+            with trio.fail_after(DIAL_TIMEOUT):
+                stream = await trio.open_tcp_stream(address.host, address.port)
+        except trio.TooSlowError:
+            raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT:.0f} s") from None
+        except OSError as error:
+            raise PeerUnreachable(f"cannot connect to {address}: {_reason(error)}") from error
+        _set_options(stream.socket)
+        return TcpStream(stream.socket, address)
+
+    async def listen(self, address: Address) -> TcpListener:
+        """See `Transport.listen`. The host "::" takes IPv4 connections too, where the system can do both."""
+        try:
+            return await _listen(address)
+        except OSError as error:
+            hint = "Choose another port, or 0 for any that is free." if error.errno == errno.EADDRINUSE else None
+            raise AddressError(f"cannot listen on {address}: {_reason(error)}", hint=hint) from error
+
+
+class TcpListener:
+    """Implements `transport.Listener`."""
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        self._socket = sock
+        self._address = _address_of(sock.getsockname())
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    async def accept(self) -> TcpStream:
+        while True:
+            try:
+                accepted, name = await self._socket.accept()
+            except trio.ClosedResourceError:
+                raise AddressError(f"no longer listening on {self.address}") from None
+            except OSError as error:
+                if self._socket.fileno() < 0:
+                    raise AddressError(f"no longer listening on {self.address}") from error
+                # Everything else concerns one connection, which died before we could take it.
+                await trio.sleep(_SHORTAGE_PAUSE if error.errno in _SHORTAGE else 0)
+            else:
+                _set_options(accepted)
+                return TcpStream(accepted, _address_of(name))
+
+    async def aclose(self) -> None:
+        self._socket.close()
+        await trio.lowlevel.checkpoint()
+
+
+class TcpStream:
+    """Implements `transport.ByteStream`."""
+
+    def __init__(self, sock: trio.socket.SocketType, remote: Address) -> None:
+        self._socket = sock
+        self._remote = remote
+
+    @property
+    def remote(self) -> Address:
+        return self._remote
+
+    async def send(self, data: Buffer) -> None:
+        rest = memoryview(data)
+        if not rest:
+            await trio.lowlevel.checkpoint()
+        try:
+            while rest:
+                rest = rest[await self._socket.send(rest) :]
+        except (OSError, trio.ClosedResourceError) as error:
+            raise self._gone(error) from error
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        try:
+            return await self._socket.recv_into(buffer)
+        except (OSError, trio.ClosedResourceError) as error:
+            raise self._gone(error) from error
+
+    async def aclose(self) -> None:
+        self._socket.close()
+        await trio.lowlevel.checkpoint()
+
+    def _gone(self, error: OSError | trio.ClosedResourceError) -> PeerGone:
+        if self._socket.fileno() < 0:
+            return PeerGone(f"the connection to {self.remote} was closed on our side")
+        assert isinstance(error, OSError)
+        return PeerGone(f"the connection to {self.remote} broke: {_reason(error)}")
+
+
+async def _listen(address: Address) -> TcpListener:
+    infos = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, name = infos[0]
+    sock = trio.socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # elsewhere it would let two listeners share a port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        await sock.bind(name)
+        sock.listen(_BACKLOG)
+        return TcpListener(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _set_options(sock: trio.socket.SocketType) -> None:
+    for level, name, value in _OPTIONS:
+        if hasattr(socket, name):
+            # A connection that is already dead refuses options; sending on it will say so.
+            with contextlib.suppress(OSError):
+                sock.setsockopt(getattr(socket, level), getattr(socket, name), value)
+
+
+def _address_of(name: Any) -> Address:  # noqa: ANN401 - the socket module's own type
+    """The address in a socket name; IPv4 connections to an IPv6 socket count as IPv4."""
+    host, port = name[:2]
+    address = ipaddress.ip_address(host)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return Address(str(mapped or address), port)
+
+
+def _reason(error: OSError) -> str:
+    """The reason in words. When several addresses were tried, trio has the first failure among the causes."""
+    cause = error.__cause__
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if error.strerror is None and isinstance(cause, OSError):
+        error = cause
+    return error.strerror or str(error)
