@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import attrs
 import pytest
@@ -18,7 +18,7 @@ ALICE, BOB = PEOPLE[:2]
 KEY = KEYS[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def record(who: int = 0, key: int = 0, value: bytes = b"v", sequence: int = 1, ttl: int = 100) -> Record:
     return Record.sign(PEOPLE[who], KEYS[key], value, sequence=sequence, ttl=ttl)
 
