@@ -43,6 +43,9 @@ class WrongPeer(HandshakeError):
 class ProtocolError(ShoalError):
     """A peer sent bytes or messages that the protocol does not allow. The connection ends."""
 
+    blamed = False
+    """The connection to the peer that is to blame has been ended."""
+
 
 class PeerGone(ShoalError):
     """The connection to a peer ended while something was waiting for it."""
@@ -50,6 +53,10 @@ class PeerGone(ShoalError):
 
 class StreamReset(ShoalError):
     """The other side gave up one stream; the connection lives on."""
+
+
+class StreamEnded(StreamReset):
+    """The other side finished a stream, all that it sent was read, and more was expected."""
 
 
 class RequestRefused(ShoalError):
