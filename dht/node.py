@@ -22,6 +22,7 @@ from functools import partial
 
 import attrs
 import trio
+from protocol.endpoint import Endpoint
 
 from dht.ids import ID_BYTES, Contact, distance, random_id
 from dht.lookup import Lookup
@@ -33,7 +34,6 @@ from dht.records import MAX_TTL, MAX_VALUE, Record
 from dht.service import Service
 from dht.settings import DhtSettings
 from dht.store import ACCEPTED, RecordStore, Verdict
-from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
 from protocol.transport import Address

@@ -181,6 +181,7 @@ async def test_bootstrap_leaves_ourselves_out(autojump_clock, swarm):
 
 async def test_saved_contacts_lead_back_into_the_swarm(autojump_clock, swarm):
     nodes = await swarm.grow(5)
+    await trio.sleep(3)
     saved = nodes[4].dht.contacts()
     assert {peer for peer, _ in saved} == {node.id for node in nodes[:4]}
     swarm.kill(nodes[4], nodes[0])
