@@ -46,6 +46,7 @@ class Swarm:
     nursery: trio.Nursery
     network: MemoryNetwork = attrs.field(factory=lambda: MemoryNetwork(latency=0.02))
     limits: Limits = attrs.field(factory=Limits)
+    settings: DhtSettings | None = None
     nodes: list[Node] = attrs.field(factory=list)
     made: int = 0
 
@@ -74,7 +75,7 @@ class Swarm:
             node = Node(host, identity, endpoint, DHT(spare, identity, rng=rng))
             setup(endpoint)
         else:
-            node = Node(host, identity, endpoint, DHT(endpoint, identity, rng=rng, settings=settings))
+            node = Node(host, identity, endpoint, DHT(endpoint, identity, rng=rng, settings=settings or self.settings))
         await self.nursery.start(self._live, node, setup is None)
         self.nodes.append(node)
         if via:

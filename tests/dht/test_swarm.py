@@ -8,6 +8,8 @@ import random
 import pytest
 import trio
 
+from dht.ids import distance
+from dht.node import DhtSettings
 from protocol.endpoint import Limits
 
 KEY = hashlib.sha256(b"members of a run").digest()
@@ -20,7 +22,7 @@ def swarm(swarm):
 
 
 async def test_everybody_finds_what_everybody_put(autojump_clock, swarm):
-    nodes = await swarm.grow(40)
+    nodes = await swarm.grow(30)
     rng = random.Random(1)
     async with trio.open_nursery() as nursery:
         for node in nodes:
@@ -30,16 +32,20 @@ async def test_everybody_finds_what_everybody_put(autojump_clock, swarm):
         assert {signer: record.value for signer, record in found.items()} == {n.id: n.host.encode() for n in nodes}
 
 
-async def test_different_keys_are_kept_by_those_closest_to_them(autojump_clock, swarm):
-    nodes = await swarm.grow(30)
+async def test_records_are_kept_by_those_closest_to_them_and_found_from_anywhere(autojump_clock, swarm):
+    swarm.settings = DhtSettings(k=4)  # tables hold a part of the swarm only
+    nodes = await swarm.grow(60)
+    assert max(len(node.dht._table) for node in nodes) < 40
     rng = random.Random(2)
-    keys = [rng.randbytes(32) for _ in range(20)]
-    for key in keys:
-        assert await rng.choice(nodes).dht.put(key, key[:8]) == 20
-    for key in keys:
+    for _ in range(20):
+        key = rng.randbytes(32)
+        assert await rng.choice(nodes).dht.put(key, key[:8]) == 4
         (record,) = (await rng.choice(nodes).dht.get(key)).values()
         assert record.value == key[:8]
-    assert sum(len(node.dht._store) for node in nodes) == 20 * 20
+        holders = {node.id for node in nodes if record in [held.record for held in node.dht._store]}
+        closest = sorted((node.id for node in nodes), key=lambda peer, key=key: distance(peer, key))
+        assert closest[0] in holders
+        assert holders <= set(closest[:6])
 
 
 async def test_what_is_published_survives_the_death_of_half_the_swarm(autojump_clock, swarm):
