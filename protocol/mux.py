@@ -484,6 +484,8 @@ class Mux:
             (self._bulk if stream.bulk else self._control).append(stream)
 
     def _send_urgent(self, kind: Kind, flags: int, stream_id: int, payload: bytes = b"") -> None:
+        if self._farewell is not None:
+            return
         frame = pack(kind, flags, stream_id, payload)
         self._urgent.append(frame)
         self._urgent_bytes += len(frame)

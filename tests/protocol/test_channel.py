@@ -120,6 +120,17 @@ async def test_limits_of_arguments_are_checked():
         assert await b.receive() == b"fine"
 
 
+@pytest.mark.parametrize(("psk", "first"), [(None, 32), (SWARM_KEY, 80)], ids=["public", "private"])
+async def test_sizes_on_the_wire(psk, first):
+    options = {"psk": psk, "features": b"12345"}
+    introduction = 32 + 64 + 5
+    async with channel_pair(dialler=options, listener=options) as (a, b):
+        assert a.bytes_sent == (8 + 2 + first) + (2 + 48 + introduction + 16)
+        assert b.bytes_sent == 8 + 2 + 80 + introduction + 16
+        await a.send(b"one", b"")
+        assert a.bytes_sent == b.bytes_received + 2 + 3 + 16 + 2 + 16
+
+
 # Who may talk to whom
 
 
@@ -371,7 +382,7 @@ async def test_slow_handshakes_end_after_ten_seconds(autojump_clock, initiator, 
 
         async def drop_by_drop():
             for byte in drip:
-                await trio.sleep(1)
+                await trio.sleep(0.7)
                 await slow.send(bytes([byte]))
 
         async with trio.open_nursery() as nursery:
