@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import attrs
 import pytest
@@ -9,11 +10,12 @@ import trio.testing
 
 from dht.ids import Contact
 from dht.messages import Copy, Fetch, Fetched, Find, Found, Ping, Pong, Store, Stored
-from dht.node import DhtSettings
+from dht.node import DHT, DhtSettings
 from dht.records import MAX_VALUE, Record
 from protocol.endpoint import Endpoint
 from protocol.errors import PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import Identity, PeerId
+from protocol.tcp import TcpTransport
 from protocol.transport import Address
 
 KEY = hashlib.sha256(b"a key").digest()
@@ -45,6 +47,22 @@ async def test_two_peers_hold_records_for_each_other(autojump_clock, swarm):
         assert values(await node.dht.get(KEY)) == {first.id: b"one", second.id: b"two"}
     swarm.kill(first)
     assert values(await second.dht.get(KEY)) == {first.id: b"one", second.id: b"two"}
+
+
+async def test_it_works_over_tcp(nursery):
+    nodes = []
+    for seed in (b"1", b"2"):
+        identity = Identity.from_seed(seed * 32)
+        endpoint = Endpoint(identity, TcpTransport(), rng=random.Random(seed[0]))
+        dht = DHT(endpoint, identity, rng=random.Random(seed[0]))
+        address = await nursery.start(endpoint.run, Address("127.0.0.1", 0))
+        await nursery.start(dht.run)
+        nodes.append((identity.peer_id, address, dht))
+    (first, address, dht), (second, _, other) = nodes
+    with trio.fail_after(20):
+        assert await other.bootstrap([(first, address)]) == 1
+        assert await other.put(KEY, b"value") == 2
+        assert values(await dht.get(KEY)) == {second: b"value"}
 
 
 # Sequence, withdrawal, life.
