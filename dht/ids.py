@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import random
 from functools import lru_cache
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 import msgspec
@@ -18,6 +17,9 @@ from attrs.validators import max_len
 
 from protocol.identity import PeerId
 from protocol.transport import Address
+
+if TYPE_CHECKING:
+    import random
 
 ID_BYTES = 32
 ID_BITS = 8 * ID_BYTES

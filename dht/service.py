@@ -41,7 +41,7 @@ class Service:
         table: Where contacts come from.
         store: Where records are kept.
         quota: How much each peer may ask.
-        notice: Called with each peer that asks something: it is there, and may be worth knowing.
+        notice: Called with each peer that asks something proper: it is there, and may be worth knowing.
     """
 
     table: RoutingTable
@@ -58,24 +58,32 @@ class Service:
 
     async def _ping(self, request: Ping, stream: Stream) -> Pong:
         self._admit(stream.peer)
+        self.notice(stream.peer)
         return Pong()
 
     async def _find(self, request: Find, stream: Stream) -> Found:
         self._admit(stream.peer)
+        self.notice(stream.peer)
         return Found(tuple(self.table.closest(request.target, MAX_CONTACTS, but=stream.peer)))
 
     async def _store(self, request: Store, stream: Stream) -> Stored:
         now = self._admit(stream.peer)
-        record = Record.decode(request.copy.record)
-        by_signer = record.signer == stream.peer
-        verdict = self.store.put(record, request.copy.remaining, now, by_signer=by_signer)
-        if verdict is Verdict.FORGED:
-            raise ProtocolError(f"{stream.peer.short} sent a record with a forged signature")
+        try:
+            record = Record.decode(request.copy.record)
+            by_signer = record.signer == stream.peer
+            verdict = self.store.put(record, request.copy.remaining, now, by_signer=by_signer)
+            if verdict is Verdict.FORGED:
+                raise ProtocolError("a record with a forged signature")
+        except ProtocolError:
+            self.table.remove(stream.peer)
+            raise
+        self.notice(stream.peer)
         newer = self.store.get(record.key, record.signer, now) if verdict is Verdict.STALE else None
         return Stored(verdict.value, copy_of(newer, now) if newer is not None else None)
 
     async def _fetch(self, request: Fetch, stream: Stream) -> Fetched:
         now = self._admit(stream.peer)
+        self.notice(stream.peer)
         page, more = self.store.page(request.key, now, after=request.after, records=PAGE_RECORDS, size=PAGE_SIZE)
         return Fetched(tuple(copy_of(held, now) for held in page), more)
 
@@ -84,7 +92,6 @@ class Service:
         now = trio.current_time()
         if not self.quota.allow(peer, now):
             raise RequestRefused(f"{peer.short} asks too often", code="busy")
-        self.notice(peer)
         return now
 
 
