@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attrs
 from attrs.validators import ge, gt
@@ -96,13 +96,6 @@ class Announce:
 
 
 @attrs.frozen
-class Started:
-    """An attempt began."""
-
-    plan: Plan
-
-
-@attrs.frozen
 class Aborted:
     """An attempt failed."""
 
@@ -110,8 +103,9 @@ class Aborted:
     reason: str
 
 
-Action = Send | Announce | Started | Aborted
+Action = Send | Announce | Aborted
 Answer = Literal["asked", "noted", "led", "gone"]
+_T = TypeVar("_T", int, bytes)
 
 
 @attrs.frozen
@@ -255,11 +249,7 @@ class Coordinator:
             return
         if self.closes is None:
             self.closes = now + self._times.grace + self._times.slack
-        awaited = {
-            peer
-            for peer in view.live - fit.keys() - self._blamed
-            if self._answers.get(peer) != "gone"
-        }
+        awaited = {peer for peer in view.live - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
@@ -309,7 +299,6 @@ class Coordinator:
         self.plan = plan
         # Members notice stalls first; the limit is for those who notice nothing.
         self._begin_attempt(now + self._times.attempt(plan.length) + self._times.stall + self._times.settle)
-        self._actions.append(Started(plan))
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
         if previous is not None:
@@ -384,8 +373,6 @@ class Coordinator:
         self._actions.append(Send(peer, message))
 
 
-def _most_common[T: (int, bytes)](values: Iterable[T]) -> T:
+def _most_common(values: Iterable[_T]) -> _T:
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value))
-
-
