@@ -57,6 +57,10 @@ class StreamReset(ShoalError):
     """The other side gave up one stream; the connection lives on."""
 
 
+class StreamEnded(StreamReset):
+    """The other side finished a stream, all that it sent was read, and more was expected."""
+
+
 class RequestRefused(ShoalError):
     """The other side understood a request and declined it.
 

@@ -1,0 +1,560 @@
+"""Streams over one connection, without IO: records in, records and events out.
+
+Rules that everything here rests on:
+
+1. A record is either a *frame record*, one or more whole frames, or *raw*: a piece of the body that the last frame of
+   an earlier record announced. Nothing comes between an announcement and its body, so large data is never copied
+   together with a header.
+2. Data needs credit. Each direction of a stream starts with `INITIAL_WINDOW` bytes; the receiver grants more when its
+   reader has taken bytes out, in steps of half a window. Bulk streams get a larger window out of a budget that bounds
+   all of the connection's buffers together. Nothing else needs credit, and everything else is bounded in number.
+3. What is sent next: urgent frames in order (opening, credit, resets, pings), then control streams, then bulk streams,
+   each kind in turns. Data of one stream stays in order and its end follows it.
+4. Frames for a stream that is gone are ignored: they crossed our own reset. Frames for one that never was are an error.
+5. The side that dialled opens odd streams, the other even ones, in increasing order, and no number is used twice.
+
+The other side is not trusted: whatever it sends ends in events or in `ProtocolError`, and memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+import attrs
+
+from protocol.errors import Overloaded, ProtocolError
+from protocol.frames import (
+    BULK,
+    FIN,
+    HEADER,
+    MAX_RECORD,
+    U32,
+    Buffer,
+    Kind,
+    Packer,
+    pack,
+    pack_reset,
+    pack_text,
+    unpack,
+    unpack_reset,
+    unpack_text,
+)
+
+INITIAL_WINDOW = 1 << 16
+"""Bytes that each side may send on a stream before the first grant."""
+
+_INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
+_TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
+_MAX_URGENT = 1 << 20  # bytes of replies for a peer that asks but does not read
+_LAST_ID = 2**32 - 2
+
+
+@attrs.frozen
+class MuxLimits:
+    """Bounds on what the other side can make us keep."""
+
+    max_streams: int = 128
+    """Streams that the other side may have open."""
+    window: int = 1 << 20
+    """Bytes of a bulk stream that may be on their way or unread."""
+    max_buffered: int = 1 << 26
+    """Bytes that the windows of all bulk streams add up to at most, beyond their initial ones."""
+
+
+class MuxStream:
+    """One stream's state. Its methods are the mux's; others read the properties."""
+
+    __slots__ = (
+        "_allowance",
+        "_chunks",
+        "_credit",
+        "_discard",
+        "_extra",
+        "_fin",
+        "_fin_sent",
+        "_out",
+        "_owed",
+        "_peer_fin",
+        "_scheduled",
+        "available",
+        "bulk",
+        "id",
+        "pending",
+        "stopped",
+    )
+
+    def __init__(self, stream_id: int, *, bulk: bool, extra: int) -> None:
+        self.id = stream_id
+        self.bulk = bulk
+        self.pending = 0  # bytes written that no record has taken yet
+        self.available = 0  # bytes received that nobody has read yet
+        self.stopped = False  # the other side wants no more data
+        self._out: deque[memoryview] = deque()
+        self._credit = INITIAL_WINDOW  # what we may still send
+        self._fin = False
+        self._fin_sent = False
+        self._scheduled = False
+        self._chunks: deque[Buffer] = deque()
+        self._allowance = INITIAL_WINDOW  # what they may still send
+        self._extra = extra
+        self._owed = extra  # what we may grant them
+        self._peer_fin = False
+        self._discard = False
+
+    @property
+    def at_end(self) -> bool:
+        """The other side finished, and everything that it sent has been read."""
+        return self._peer_fin and not self.available
+
+    @property
+    def finished(self) -> bool:
+        """`Mux.finish` was called: no more data may be written."""
+        return self._fin
+
+    @property
+    def window(self) -> int:
+        return INITIAL_WINDOW + self._extra
+
+    @property
+    def _sendable(self) -> bool:
+        if self._out:
+            return self._credit > 0
+        return self._fin and not self._fin_sent
+
+
+@attrs.frozen
+class Opened:
+    """The other side opened a stream."""
+
+    stream: MuxStream
+
+
+@attrs.frozen
+class Readable:
+    """Data, or the end of it, arrived."""
+
+    stream: MuxStream
+
+
+@attrs.frozen
+class Stopped:
+    """The other side wants no more data on this stream: what was written and not sent is gone."""
+
+    stream: MuxStream
+
+
+@attrs.frozen
+class Reset:
+    """The other side gave up the stream. An empty code says no more than that."""
+
+    stream: MuxStream
+    code: str
+    text: str
+
+
+@attrs.frozen
+class Pong:
+    """The answer to a ping."""
+
+    token: bytes
+
+
+@attrs.frozen
+class Retired:
+    """The other side opens no more streams on this connection."""
+
+
+@attrs.frozen
+class Goodbye:
+    """The other side ends the connection, for this reason."""
+
+    reason: str
+
+
+Event: TypeAlias = Opened | Readable | Stopped | Reset | Pong | Retired | Goodbye
+
+
+@attrs.frozen
+class Batch:
+    """What to send now."""
+
+    records: list[Buffer]
+    """To be sealed before anything else runs: some are views of the writers' own buffers."""
+    bulk: int
+    """Bytes of bulk data in them."""
+    progressed: list[MuxStream]
+    """The streams that data was taken from."""
+
+
+class Mux:
+    """Both directions of one connection's streams.
+
+    Args:
+        initiator: This side dialled.
+        limits: Bounds on the other side.
+    """
+
+    def __init__(self, *, initiator: bool, limits: MuxLimits) -> None:
+        self._limits = limits
+        self._streams: dict[int, MuxStream] = {}
+        self._next_id = 1 if initiator else 2
+        self._last_peer_id = 0 if initiator else -1  # theirs are the other parity
+        self._extra_left = limits.max_buffered
+        self._urgent: deque[bytes] = deque()
+        self._urgent_bytes = 0
+        self._credits: dict[int, MuxStream] = {}
+        self._pong: bytes | None = None
+        self._control: deque[MuxStream] = deque()
+        self._bulk: deque[MuxStream] = deque()
+        self._body: tuple[MuxStream | None, bool] = (None, False)  # whose body comes next, and does it end the data
+        self._body_left = 0
+        self._farewell: bytes | None = None
+        self.closed = False  # our goodbye is among the records taken
+        self.retired = False  # we open no more streams
+        self.peer_retired = False
+
+    @property
+    def idle(self) -> bool:
+        """No stream is open."""
+        return not self._streams
+
+    @property
+    def urgent(self) -> bool:
+        """There is something to send that may not wait for a bulk allowance."""
+        if self.closed:
+            return False
+        return bool(self._urgent or self._credits or self._pong or self._control or self._farewell)
+
+    @property
+    def bulk_waiting(self) -> bool:
+        """There is bulk data to send."""
+        return bool(self._bulk) and not self.closed
+
+    # What this side does.
+
+    def open(self, *, bulk: bool = False) -> MuxStream:
+        """A new stream. The other side learns of it with the next records.
+
+        Raises:
+            Overloaded: If the connection has run out of stream numbers, or is retired.
+        """
+        if self._next_id > _LAST_ID or self.retired:
+            raise Overloaded("no more streams can be opened on this connection")
+        stream = self._add(self._next_id, bulk=bulk)
+        self._next_id += 2
+        self._send_urgent(Kind.OPEN, BULK if bulk else 0, stream.id)
+        if stream._extra:
+            self._credits[stream.id] = stream
+        return stream
+
+    def write(self, stream: MuxStream, data: Buffer) -> None:
+        """Queues data, by reference: it must not change until `stream.pending` says that all of it has been taken."""
+        view = memoryview(data).cast("B")
+        if stream._fin:
+            raise RuntimeError("write after finish")
+        if len(view) and stream.id in self._streams and not stream.stopped:
+            stream._out.append(view)
+            stream.pending += len(view)
+            self._schedule(stream)
+
+    def withdraw(self, stream: MuxStream) -> None:
+        """Forgets what was written and not taken. The stream's data then has a hole: all that can follow is a reset."""
+        stream._out.clear()
+        stream.pending = 0
+
+    def finish(self, stream: MuxStream) -> None:
+        """No more data from this side, once what is queued has been sent."""
+        if not stream._fin:
+            stream._fin = True
+            self._schedule(stream)
+
+    def reset(self, stream: MuxStream, code: str = "", text: str = "") -> None:
+        """Gives up both directions of a stream, at once."""
+        if self._streams.get(stream.id) is stream:
+            self._remove(stream)
+            self._reset_id(stream.id, code, text)
+        self.withdraw(stream)
+        _discard(stream)
+
+    def stop(self, stream: MuxStream) -> None:
+        """Gives up reading: what arrived is dropped, and the other side is told to send no more."""
+        _discard(stream)
+        if not stream._peer_fin and stream.id in self._streams:
+            self._send_urgent(Kind.STOP, 0, stream.id)
+
+    def ping(self, token: bytes) -> None:
+        """Asks for a `Pong` with the same 8 bytes."""
+        self._send_urgent(Kind.PING, 0, 0, token)
+
+    def retire(self) -> None:
+        """Opens no more streams from this side."""
+        if not self.retired:
+            self.retired = True
+            self._send_urgent(Kind.RETIRE, 0, 0)
+
+    def goodbye(self, reason: str) -> None:
+        """Ends the connection: nothing but the urgent frames before it is sent any more."""
+        if self._farewell is None:
+            self._farewell = pack(Kind.GOODBYE, 0, 0, pack_text(reason))
+
+    def read_into(self, stream: MuxStream, buffer: memoryview) -> int:
+        """Moves what has arrived to `buffer`; returns the number of bytes. The caller owes a `grant` for them."""
+        filled = 0
+        while filled < len(buffer) and stream._chunks:
+            chunk = stream._chunks[0]
+            count = min(len(chunk), len(buffer) - filled)
+            with memoryview(chunk) as view:
+                buffer[filled : filled + count] = view[:count]
+            filled += count
+            if count == len(chunk):
+                stream._chunks.popleft()
+            elif isinstance(chunk, bytearray):
+                del chunk[:count]
+            else:
+                stream._chunks[0] = memoryview(chunk)[count:]
+        stream.available -= filled
+        return filled
+
+    def grant(self, stream: MuxStream, count: int) -> None:
+        """Lets the other side send `count` more bytes: as many as were read, now or later."""
+        stream._owed += count
+        if stream._owed * 2 >= stream.window and not stream._peer_fin and stream.id in self._streams:
+            self._credits[stream.id] = stream
+
+    def take(self, budget: int, bulk: int) -> Batch:
+        """What to send next.
+
+        Args:
+            budget: Bytes of data after which to stop. Urgent frames are all taken.
+            bulk: The most bytes of bulk data.
+        """
+        if self.closed:
+            return Batch([], 0, [])
+        records = Packer()
+        self._take_urgent(records)
+        if self._farewell is not None:
+            records.add(self._farewell)
+            records.flush()
+            self.closed = True
+            return Batch(records.records, 0, [])
+        progressed: dict[int, MuxStream] = {}
+        self._take_data(self._control, records, budget, progressed)
+        taken = self._take_data(self._bulk, records, min(budget - records.size, bulk), progressed)
+        records.flush()
+        return Batch(records.records, taken, list(progressed.values()))
+
+    # What the other side does.
+
+    def receive(self, record: bytes) -> list[Event]:
+        """Takes in one record.
+
+        Raises:
+            ProtocolError: If it breaks the rules. The connection is then of no more use.
+        """
+        events: list[Event] = []
+        if not record:
+            raise ProtocolError("empty record")
+        if self._body_left:
+            self._receive_body(record, events)
+            return events
+        view = memoryview(record)
+        position = 0
+        while position < len(view):
+            if self._body_left:
+                raise ProtocolError("frames where a body was announced")
+            kind, flags, stream_id, payload = unpack(view, position)
+            position += HEADER.size + len(payload)
+            self._receive_frame(kind, flags, stream_id, payload, events)
+        return events
+
+    def _receive_frame(self, kind: Kind, flags: int, stream_id: int, payload: memoryview, events: list[Event]) -> None:
+        match kind:
+            case Kind.OPEN:
+                self._receive_open(stream_id, flags, events)
+            case Kind.PING:
+                self._pong = bytes(payload)
+            case Kind.PONG:
+                events.append(Pong(bytes(payload)))
+            case Kind.RETIRE:
+                self.peer_retired = True
+                events.append(Retired())
+            case Kind.GOODBYE:
+                events.append(Goodbye(unpack_text(payload)))
+            case _:
+                self._receive_on_stream(kind, flags, self._known(stream_id), payload, events)
+
+    def _receive_on_stream(
+        self, kind: Kind, flags: int, stream: MuxStream | None, payload: memoryview, events: list[Event]
+    ) -> None:
+        if kind is Kind.BODY:
+            (self._body_left,) = U32.unpack(payload)
+            self._body = (stream, bool(flags & FIN))
+            if not self._body_left:
+                raise ProtocolError("empty body")
+            return
+        if stream is None:
+            return
+        match kind:
+            case Kind.DATA:
+                self._receive_data(stream, payload, bool(flags & FIN), events)
+            case Kind.CREDIT:
+                stream._credit += U32.unpack(payload)[0]
+                if stream._credit > 2**40:
+                    raise ProtocolError("credit beyond reason")
+                self._schedule(stream)
+            case Kind.RESET:
+                code, text = unpack_reset(payload)
+                self._remove(stream)
+                self.withdraw(stream)
+                _discard(stream)
+                events.append(Reset(stream, code, text))
+            case Kind.STOP:
+                stream.stopped = True
+                self.withdraw(stream)
+                self.finish(stream)
+                self._schedule(stream)
+                events.append(Stopped(stream))
+
+    def _receive_open(self, stream_id: int, flags: int, events: list[Event]) -> None:
+        if stream_id % 2 == self._next_id % 2 or stream_id <= self._last_peer_id or self.peer_retired:
+            raise ProtocolError(f"stream {stream_id} may not be opened")
+        self._last_peer_id = stream_id
+        theirs = sum(1 for other in self._streams if other % 2 == stream_id % 2)
+        if theirs >= self._limits.max_streams:
+            self._reset_id(stream_id, "busy", f"more than {self._limits.max_streams} streams")
+            return
+        stream = self._add(stream_id, bulk=bool(flags & BULK))
+        if stream._extra:
+            self._credits[stream.id] = stream
+        events.append(Opened(stream))
+
+    def _receive_body(self, record: bytes, events: list[Event]) -> None:
+        if len(record) > self._body_left:
+            raise ProtocolError("more data than was announced")
+        self._body_left -= len(record)
+        stream, fin = self._body
+        if stream is not None and stream.id in self._streams:  # else it was reset since
+            self._receive_data(stream, record, fin and not self._body_left, events)
+
+    def _receive_data(self, stream: MuxStream, data: Buffer, fin: bool, events: list[Event]) -> None:
+        stream._allowance -= len(data)
+        if stream._allowance < 0:
+            raise ProtocolError("more data than credit was given for")
+        if stream._peer_fin:
+            raise ProtocolError("data after the end of a stream")
+        if data and not stream._discard:
+            _store(stream, data)
+        if fin:
+            stream._peer_fin = True
+            self._remove_if_done(stream)
+        events.append(Readable(stream))
+
+    def _known(self, stream_id: int) -> MuxStream | None:
+        stream = self._streams.get(stream_id)
+        ours = stream_id % 2 == self._next_id % 2
+        if stream is None and stream_id > (self._next_id - 2 if ours else self._last_peer_id):
+            raise ProtocolError(f"frame for stream {stream_id}, which was never opened")
+        return stream
+
+    # Bookkeeping.
+
+    def _add(self, stream_id: int, *, bulk: bool) -> MuxStream:
+        extra = max(0, min(self._limits.window - INITIAL_WINDOW, self._extra_left)) if bulk else 0
+        self._extra_left -= extra
+        stream = MuxStream(stream_id, bulk=bulk, extra=extra)
+        self._streams[stream_id] = stream
+        return stream
+
+    def _remove(self, stream: MuxStream) -> None:
+        del self._streams[stream.id]
+        self._credits.pop(stream.id, None)
+        self._extra_left += stream._extra
+
+    def _remove_if_done(self, stream: MuxStream) -> None:
+        if stream._fin_sent and stream._peer_fin and stream.id in self._streams:
+            self._remove(stream)
+
+    def _schedule(self, stream: MuxStream) -> None:
+        if stream._sendable and not stream._scheduled and stream.id in self._streams:
+            stream._scheduled = True
+            (self._bulk if stream.bulk else self._control).append(stream)
+
+    def _send_urgent(self, kind: Kind, flags: int, stream_id: int, payload: bytes = b"") -> None:
+        frame = pack(kind, flags, stream_id, payload)
+        self._urgent.append(frame)
+        self._urgent_bytes += len(frame)
+
+    def _reset_id(self, stream_id: int, code: str, text: str) -> None:
+        self._send_urgent(Kind.RESET, 0, stream_id, pack_reset(code, text))
+        if self._urgent_bytes > _MAX_URGENT:
+            raise ProtocolError("the peer makes requests but does not read the answers")
+
+    def _take_urgent(self, records: Packer) -> None:
+        while self._urgent:
+            records.add(self._urgent.popleft())
+        self._urgent_bytes = 0
+        if self._pong is not None:
+            records.add(pack(Kind.PONG, 0, 0, self._pong))
+            self._pong = None
+        for stream in self._credits.values():
+            records.add(HEADER.pack(Kind.CREDIT, 0, 4, stream.id), U32.pack(stream._owed))
+            stream._allowance += stream._owed
+            stream._owed = 0
+        self._credits.clear()
+
+    def _take_data(
+        self, queue: deque[MuxStream], records: Packer, budget: int, progressed: dict[int, MuxStream]
+    ) -> int:
+        taken = 0
+        while queue and taken < budget:
+            stream = queue.popleft()
+            stream._scheduled = False
+            if not stream._sendable or stream.id not in self._streams:
+                continue
+            taken += self._take_turn(stream, records, budget - taken)
+            progressed[stream.id] = stream
+            self._schedule(stream)
+        return taken
+
+    def _take_turn(self, stream: MuxStream, records: Packer, room: int) -> int:
+        piece = memoryview(b"")
+        if stream._out:
+            head = stream._out[0]
+            count = min(len(head), stream._credit, room, _TURN)
+            piece = head[:count]
+            if count == len(head):
+                stream._out.popleft()
+            else:
+                stream._out[0] = head[count:]
+        stream.pending -= len(piece)
+        stream._credit -= len(piece)
+        last = stream._fin and not stream._out
+        if len(piece) < _INLINE:
+            records.add(HEADER.pack(Kind.DATA, FIN * last, len(piece), stream.id), piece)
+        else:
+            records.add(HEADER.pack(Kind.BODY, FIN * last, 4, stream.id), U32.pack(len(piece)))
+            records.add_body(piece)
+        if last:
+            stream._fin_sent = True
+            self._remove_if_done(stream)
+        return len(piece)
+
+
+def _discard(stream: MuxStream) -> None:
+    stream._discard = True
+    stream._chunks.clear()
+    stream.available = 0
+
+
+def _store(stream: MuxStream, data: Buffer) -> None:
+    """Keeps received data. Small pieces are copied together: what is kept is never much more than its length."""
+    stream.available += len(data)
+    if len(data) >= _INLINE and isinstance(data, bytes):
+        stream._chunks.append(data)
+        return
+    last = stream._chunks[-1] if stream._chunks else None
+    if isinstance(last, bytearray) and len(last) < INITIAL_WINDOW:
+        last += data
+    else:
+        stream._chunks.append(bytearray(data))
