@@ -132,6 +132,7 @@ class Coordinator:
     def _reset(self) -> None:
         self.plan = self.closes = self.holder = None
         self._blamed: set[PeerId] = set()
+        self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
         self._answers: dict[PeerId, Answer] = {}
         self._refusals: Counter[PeerId] = Counter()
         self._rival: PeerId | None = None
@@ -325,7 +326,7 @@ class Coordinator:
             # A second chance for the attempt number to go past what they have promised to others.
             culprits, reason = {peer for peer in self._refused if self._refusals[peer] > 2}, "refused the plan"
         elif settled:
-            culprits, reason = {self._culprit(plan)}, "failed in the ring"
+            culprits, reason = self._culprits(plan), "failed in the ring"
         else:
             culprits = waiting - self._accepted - {self._peer} or waiting - {self._peer} or waiting
             reason = "out of time"
@@ -334,13 +335,15 @@ class Coordinator:
         self._actions.append(Aborted(plan, f"{names} {reason}"))
         self._propose(now, view)
 
-    def _culprit(self, plan: Plan) -> PeerId:
+    def _culprits(self, plan: Plan) -> set[PeerId]:
         """Who is at the root of the reports.
 
         One stuck member starves the whole ring, so that everybody blames its left neighbour in the end. The root is
         blamed by others but has no report of its own, or has not even accepted; if several or none are like that, it
-        is the one whose accuser starved first, that is, has received least. If it is us (we are alive, so it is a bad
-        link), the accuser has to go: one end of a broken link must, or it would break every attempt.
+        is the one whose accuser starved first, that is, has received least.
+
+        If it is us, we take it for a bad link, and the accuser has to go: one end of a broken link must, or it would
+        break every attempt. If then another member accuses us, it is us after all.
         """
         least: dict[PeerId, tuple[int, int, PeerId]] = {}
         for accuser, report in self._reports.items():
@@ -352,7 +355,13 @@ class Coordinator:
             or set(least)
         )
         root = min(suspects, key=lambda peer: least[peer])
-        return least[root][2] if root == self._peer else root
+        if root != self._peer:
+            return {root}
+        if self._accusers:
+            self._blamed -= self._accusers
+            return {self._peer}
+        self._accusers = {least[root][2]}
+        return set(self._accusers)
 
     def _finish(self, holder: PeerId) -> None:
         self.holder = holder

@@ -43,7 +43,7 @@ class Leadership:
 
     Args:
         revision: The revision that the round makes.
-        nursery: Where the tasks of the round run.
+        spawn: Starts a task of the round; does nothing once everything is being shut down.
         members: The live, synchronised members.
         base: The digest of our own state before the round; None while we are not there yet.
         notify: Called when the round's window opens.
@@ -58,7 +58,7 @@ class Leadership:
         run: bytes,
         tag: str,
         times: RoundTimes,
-        nursery: trio.Nursery,
+        spawn: Callable[..., None],
         members: Callable[[], Collection[PeerId]],
         base: Callable[[], bytes | None],
         notify: Callable[[], None],
@@ -67,7 +67,7 @@ class Leadership:
         self.revision = revision
         self._endpoint, self._run, self._tag, self._times = endpoint, run, tag, times
         self._peer = endpoint.peer_id
-        self._nursery, self._members, self._base = nursery, members, base
+        self._spawn, self._members, self._base = spawn, members, base
         self._notify, self._aborted = notify, aborted
         self.acceptor = Acceptor(self._peer)
         self.coordinator = Coordinator(run=run, tag=tag, revision=revision, peer=self._peer, times=times)
@@ -116,6 +116,11 @@ class Leadership:
         if peer != self._peer:
             self._lost.add(peer)
             self._losses[peer] += 1
+
+    def finished(self) -> None:
+        """The round is complete here, by whatever way: those who wait at this peer are to know."""
+        self.coordinator.finished_elsewhere(self._peer)
+        self.wake()
 
     def announced(self, sender: PeerId, remaining: float) -> Noted | Led:
         """Answers a coordinator that waits `remaining` seconds for us."""
@@ -174,7 +179,7 @@ class Leadership:
         self._changed.set()
         if not self._driven and self._sessions:
             self._driven = True
-            self._nursery.start_soon(self._drive)
+            self._spawn(self._drive)
 
     async def serve(self, ready: Ready, line: Line) -> None:
         """Coordinates for one ready member, until it holds the result, is sent elsewhere, or is lost.
@@ -254,7 +259,7 @@ class Leadership:
                 if peer in self._sessions:
                     self._sessions[peer].put(message)
             case Announce(peer):
-                self._nursery.start_soon(self._announce, peer)
+                self._spawn(self._announce, peer)
             case Aborted(plan, reason):
                 self._aborted(plan, reason)
 

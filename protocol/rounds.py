@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Literal
 
 import attrs
@@ -109,9 +109,18 @@ class Rounds:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Owns the tasks of all rounds; runs until cancelled."""
-        async with trio.open_nursery() as self._nursery:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             task_status.started()
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+
+    def _spawn(self, task: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Starts a task, unless everything is being shut down."""
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *arguments)
 
     # What the local peer holds.
 
@@ -119,14 +128,13 @@ class Rounds:
         """We hold the state `revision` now, by way of the round that made it (or as the founder)."""
         self._tip, self._digest = revision, digest
         for number in [number for number in self._rounds if number <= revision]:
-            del self._rounds[number]
+            self._rounds.pop(number).finished()
         for leadership in self._rounds.values():
             leadership.wake()
 
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
-        self._rounds.clear()
         self.committed(revision, digest)
 
     @property
@@ -262,8 +270,7 @@ class Rounds:
         if isinstance(final, Ahead):
             raise Behind(final.holder, final.revision)
         ours, theirs = local_lines(leader)
-        assert self._nursery is not None
-        self._nursery.start_soon(self._serve_ourselves, leadership, ready, theirs)
+        self._spawn(self._serve_ourselves, leadership, ready, theirs)
         try:
             yield ours
         finally:
@@ -277,8 +284,7 @@ class Rounds:
 
     def _begin(self, plan: Plan, work: Work) -> Transfer:
         transfer = Transfer(plan, work.values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
-        assert self._nursery is not None
-        self._nursery.start_soon(transfer.run)
+        self._spawn(transfer.run)
         return transfer
 
     async def _fetch(self, holder: PeerId, revision: int) -> Reduced | None:
@@ -291,6 +297,8 @@ class Rounds:
         self._results[reduced.plan.revision] = reduced
         for revision in sorted(self._results)[: -self._times.keep]:
             del self._results[revision]
+        if reduced.plan.revision in self._rounds:
+            self._rounds[reduced.plan.revision].finished()
 
     def _report_attempt(self, plan: Plan, reason: str | None) -> None:
         self._report(
@@ -310,14 +318,13 @@ class Rounds:
 
     def _leadership(self, revision: int) -> Leadership:
         if revision not in self._rounds:
-            assert self._nursery is not None
             self._rounds[revision] = Leadership(
                 revision,
                 endpoint=self._endpoint,
                 run=self._run,
                 tag=self._tag,
                 times=self._times,
-                nursery=self._nursery,
+                spawn=self._spawn,
                 members=self._members,
                 base=lambda: self._digest if self._tip == revision - 1 else None,
                 notify=self._spread_news,

@@ -18,7 +18,9 @@ from protocol.errors import Behind, Fork, RoundAborted, ShoalError
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
 from protocol.ring import reference, vector_bytes
+from protocol.round_messages import RingData
 from protocol.rounds import RoundEvent, Rounds
+from protocol.transfer import Transfer
 from protocol.transport import Address
 
 RUN = hashlib.sha256(b"a simulated run").digest()
@@ -28,6 +30,22 @@ TIMES = RoundTimes(grace=5.0, slack=1.0, stall=6.0, settle=0.5, poll=0.5)
 
 def next_digest(digest: bytes, reduced: Reduced) -> bytes:
     return hashlib.sha256(digest + reduced.plan.id + vector_bytes(reduced.mean)).digest()
+
+
+class JammedStream:
+    """A stream that takes some data and then no more."""
+
+    def __init__(self, stream, after: int) -> None:
+        self.stream, self.left = stream, after
+
+    async def send_bytes(self, data) -> None:
+        if not self.left:
+            await trio.sleep_forever()
+        self.left -= 1
+        await self.stream.send_bytes(data)
+
+    async def finish(self) -> None:
+        await self.stream.finish()
 
 
 class Peer:
@@ -122,6 +140,38 @@ class Peer:
             self.rounds.adopted(self.revision, self.digest)
             self.adoptions += 1
             self._move()
+
+    def jam_ring(self, *, after: int) -> Callable[[], None]:
+        """From now on, nothing but the first `after` segments of each ring leaves this peer. Returns what undoes it."""
+        original = self.endpoint.open
+
+        @asynccontextmanager
+        async def jammed(peer, request, *, bulk=False):
+            async with original(peer, request, bulk=bulk) as stream:
+                yield JammedStream(stream, after) if isinstance(request, RingData) else stream
+
+        self.endpoint.open = jammed
+
+        def undo() -> None:
+            self.endpoint.open = original
+
+        return undo
+
+    def sleep_in_ring(self) -> Callable[[], None]:
+        """From now on, this peer accepts plans but does nothing about them. Returns what undoes it."""
+        original = self.rounds._begin
+
+        def begin(plan, work):
+            return Transfer(
+                plan, work.values, endpoint=self.endpoint, inbox=self.rounds._inbox, times=self.swarm.times
+            )
+
+        self.rounds._begin = begin
+
+        def undo() -> None:
+            self.rounds._begin = original
+
+        return undo
 
     def _move(self) -> None:
         self.moved.set()
