@@ -45,6 +45,8 @@ class RoundTimes:
     """How often the membership is looked at while a round is being collected."""
     slowest: float = attrs.field(default=65536.0, validator=gt(0))
     """Bytes per second below which a link is not worth waiting for; bounds the time of an attempt."""
+    hop: float = attrs.field(default=0.5, validator=gt(0))
+    """Longest latency of one step around the ring that is worth waiting for."""
     keep: int = attrs.field(default=3, validator=ge(1))
     """Results that are kept for peers that missed them."""
 
@@ -52,9 +54,9 @@ class RoundTimes:
         """Longest that a transfer of `length` fp32 elements may take."""
         return self.stall + 4 * length / self.slowest
 
-    def attempt(self, length: int) -> float:
-        """Longest that a member works on one attempt: the ring moves each element twice."""
-        return self.transfer(2 * length)
+    def attempt(self, length: int, members: int) -> float:
+        """Longest that a member works on one attempt: each element comes by twice, in 2(n-1) steps."""
+        return self.stall + self.transfer(2 * length) + 2 * members * self.hop
 
 
 @attrs.frozen
@@ -255,7 +257,7 @@ class Coordinator:
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
         busy = any(self._answers.get(peer) == "led" for peer in awaited)
-        over = now >= self.closes + (self._times.attempt(self._length(fit)) if busy else 0)
+        over = now >= self.closes + (self._times.attempt(self._length(fit), len(view.live)) if busy else 0)
         if over or not awaited:
             self._propose(now, view)
 
@@ -299,7 +301,9 @@ class Coordinator:
         )
         self.plan = plan
         # Members notice stalls first; the limit is for those who notice nothing.
-        self._begin_attempt(now + self._times.attempt(plan.length) + self._times.stall + self._times.settle)
+        self._begin_attempt(
+            now + self._times.attempt(plan.length, len(members)) + self._times.stall + self._times.settle
+        )
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
         if previous is not None:

@@ -135,7 +135,7 @@ class Transfer:
     async def run(self) -> None:
         """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
         plan, times = self.plan, self._times
-        self._scope.deadline = trio.current_time() + times.attempt(plan.length)
+        self._scope.deadline = trio.current_time() + times.attempt(plan.length, len(plan.members))
         with self._scope:
             if plan.length < IN_WORKER:
                 self._ring = Ring(plan, self._place, self._values)

@@ -107,7 +107,7 @@ def test_alone_means_a_share_of_exactly_one():
 
 def test_ballots_are_ordered_by_attempt_then_rank_then_coordinator():
     ballots = [NO_BALLOT, Ballot(1, 0, peer(9)), Ballot(1, 1, peer(1)), Ballot(1, 1, peer(2)), Ballot(2, 0, peer(1))]
-    assert sorted(reversed(ballots)) == ballots
+    assert sorted(ballots[::-1]) == ballots
 
 
 @settings(deadline=None)

@@ -60,9 +60,7 @@ class Peer:
         self.rng = random.Random(f"{swarm.seed}/{number}")
         self.endpoint = Endpoint(self.identity, swarm.network.transport(self.host), rng=random.Random(number))
         self.events: list[RoundEvent] = []
-        self.rounds = Rounds(
-            self.endpoint, RUN, settings=swarm.times, members=self.members, report=self.events.append
-        )
+        self.rounds = Rounds(self.endpoint, RUN, settings=swarm.times, members=self.members, report=self.events.append)
         self.revision = 0
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
@@ -162,9 +160,7 @@ class Peer:
         original = self.rounds._begin
 
         def begin(plan, work):
-            return Transfer(
-                plan, work.values, endpoint=self.endpoint, inbox=self.rounds._inbox, times=self.swarm.times
-            )
+            return Transfer(plan, work.values, endpoint=self.endpoint, inbox=self.rounds._inbox, times=self.swarm.times)
 
         self.rounds._begin = begin
 
@@ -237,8 +233,10 @@ class Swarm:
         """Starts all peers and returns when everybody is connected with everybody and about to train."""
         for peer in self.peers:
             await nursery.start(peer.run)
-        while any(len(peer.endpoint.connected) < len(self.peers) - 1 for peer in self.peers):
-            await trio.sleep(0.5)
+        for peer in self.peers:
+            with peer.endpoint.watch() as events:
+                while len(peer.endpoint.connected) < len(self.peers) - 1:
+                    await events.receive()
         self.begin.set()
 
     def kill(self, peer: Peer) -> None:

@@ -96,7 +96,10 @@ async def test_one_sends_nothing_though_it_is_alive(autojump_clock, swarm_of, vi
         healthy = culprit.jam_ring(after=segments)
         await swarm.progress(2, within=40)
         result = swarm.peers[0].results[2]
-        if segments < 4:
+        if victim == "coordinator" and segments == 2:
+            # It blames its accuser first. In the smaller ring, two segments are enough for it to complete.
+            assert len(result.contributors) == 3
+        elif segments < 4:
             assert set(result.contributors) == {peer.id for peer in swarm.peers} - {culprit.id}
             # A coordinator takes itself for healthy at first.
             assert result.plan.attempt == (3 if victim == "coordinator" else 2)
