@@ -6,6 +6,7 @@ the clock.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 
 import attrs
@@ -138,21 +139,18 @@ class SecureChannel:
             PeerGone: the connection is broken or closed, or it ended.
             ProtocolError: something arrived that the peer did not send, or not now.
         """
+        # Before a record is taken, so that none is lost. No full checkpoint: rescheduling for every small record costs
+        # more than decrypting it, and the reader's buffer bounds how many there can be in a row.
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            if (record := self._reader.next_record()) is not None:
-                # No full checkpoint: rescheduling for every small record costs more than decrypting it, and the
-                # buffer bounds how many there can be in a row.
-                await trio.lowlevel.checkpoint_if_cancelled()
-                return record
-            while True:
+            while (record := self._reader.next_record()) is None:
                 count = await self._stream.receive_into(self._reader.space())
                 if count == 0:
                     where = " in the middle of a record" if self._reader.pending else ""
                     raise PeerGone(f"{self._name} closed the connection{where}")
                 self.bytes_received += count
                 self._reader.received(count)
-                if (record := self._reader.next_record()) is not None:
-                    return record
+            return record
         except ProtocolError as error:
             raise ProtocolError(f"from {self._name}: {error}") from error
 
@@ -286,9 +284,10 @@ class _Session:
 
         Closing while bytes of theirs are unread would make TCP throw our answer away.
         """
-        await self._send(self._preamble(status))
         scrap = memoryview(bytearray(_LINGER_BYTES))
-        with trio.move_on_after(_LINGER):
+        # If they don't wait for it, why we refuse is still what matters.
+        with contextlib.suppress(PeerGone), trio.move_on_after(_LINGER):
+            await self._send(self._preamble(status))
             while scrap and (count := await self._stream.receive_into(scrap)):
                 scrap = scrap[count:]
 

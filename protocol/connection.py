@@ -9,6 +9,7 @@ a record that was begun has to be completed.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,7 +20,15 @@ import trio
 from attrs.validators import ge, gt, optional
 
 from protocol.channel import SecureChannel
-from protocol.errors import PeerGone, ProtocolError, RequestRefused, RequestTimeout, ShoalError, StreamEnded, StreamReset
+from protocol.errors import (
+    PeerGone,
+    ProtocolError,
+    RequestRefused,
+    RequestTimeout,
+    ShoalError,
+    StreamEnded,
+    StreamReset,
+)
 from protocol.frames import MAX_RECORD, U32, Buffer
 from protocol.identity import PeerId
 from protocol.mux import Event, Goodbye, Mux, MuxLimits, MuxStream, Opened, Pong, Readable, Reset, Retired, Stopped
@@ -48,7 +57,7 @@ class Limits:
     max_pending_handshakes: int = attrs.field(default=64, validator=ge(1))
     """Incoming connections that have not yet proved who they are."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
-    """Streams that one peer may have open on a connection, and half of what we open ourselves."""
+    """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
     window: int = attrs.field(default=1 << 20, validator=ge(1 << 16))
     """Bytes of one bulk stream that may be on their way or unread."""
     max_buffered: int = attrs.field(default=1 << 26, validator=ge(0))
@@ -135,7 +144,9 @@ class Stream:
             self._connection.kick()
             try:
                 while self._raw.pending:
+                    self._check_sendable()
                     await self._writable.park()
+                if self._raw.lost:
                     self._check_sendable()
             finally:
                 if self._raw.pending:
@@ -253,7 +264,7 @@ class Stream:
                 raise self._reset_error()
             if self._raw.available:
                 count = self._mux.read_into(self._raw, view)
-                await self._grant(count)
+                self._connection.grant(self._raw, count)
                 return count
             if self._raw.at_end:
                 if started:
@@ -261,18 +272,6 @@ class Stream:
                 raise StreamEnded(f"{self.peer.short} finished the stream")
             self._connection.check()
             await self._readable.park()
-
-    async def _grant(self, count: int) -> None:
-        """Lets the peer send as much again, not before the download cap allows it."""
-        download = self._connection.download if self._raw.bulk else None
-        if download is not None:
-            download.spend(count, trio.current_time())
-            # Not cancellable: `count` bytes have been moved, and the caller must learn of them. Short, as a view is
-            # filled from one window at most.
-            with trio.CancelScope(shield=True):
-                await trio.sleep(download.delay(trio.current_time()))
-        self._mux.grant(self._raw, count)
-        self._connection.kick()
 
     def _check_sendable(self) -> None:
         if self._reset is not None:
@@ -314,7 +313,8 @@ class Connection:
         channel: What the handshake made. The connection closes it.
         initiator: This side dialled.
         limits: See `Limits`.
-        serve: Called in a task of its own for each stream that the peer opens. It owns the stream.
+        serve: Called in a task of its own for each stream that the peer opens, which is closed when it returns.
+        ended: Called when the connection can no longer be used, which is a little before `run` returns.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
     """
@@ -326,20 +326,24 @@ class Connection:
         initiator: bool,
         limits: Limits,
         serve: Callable[[Connection, Stream], Awaitable[None]],
+        ended: Callable[[Connection], None],
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
     ) -> None:
         self.peer = channel.peer_id
         self.channel = channel
         self.initiator = initiator
-        self.download = download
         self.failure: ShoalError | None = None
         """Why the connection ended: `PeerGone`, or `ProtocolError` if the peer broke the rules."""
         self.rtt: float | None = None
         """Smoothed round-trip time in seconds, once it has been measured."""
         self._limits = limits
         self._serve = serve
+        self._ended = ended
         self._upload = upload
+        self._download = download
+        self._withheld: deque[tuple[MuxStream, int]] = deque()
+        self._granting = trio.lowlevel.ParkingLot()
         self._mux = Mux(
             initiator=initiator,
             limits=MuxLimits(limits.max_streams, limits.window, limits.max_buffered),
@@ -374,6 +378,8 @@ class Connection:
                 nursery.start_soon(self._write)
                 nursery.start_soon(self._read)
                 nursery.start_soon(self._beat)
+                if self._download is not None:
+                    nursery.start_soon(self._grant_withheld, self._download)
                 try:
                     await self._over.wait()
                 finally:
@@ -411,6 +417,7 @@ class Connection:
 
     def fail(self, error: ProtocolError) -> None:
         """Ends the connection because the peer broke the rules."""
+        error.blamed = True
         self._end(error, farewell=f"protocol error: {error}")
 
     def retire(self) -> None:
@@ -419,6 +426,15 @@ class Connection:
         self._retired_at = trio.current_time()
         self.kick()
         self._slots.unpark_all()
+
+    def grant(self, raw: MuxStream, count: int) -> None:
+        """Lets the peer send as many bytes again, not before the download cap allows it."""
+        if raw.bulk and self._download is not None:
+            self._withheld.append((raw, count))
+            self._granting.unpark_all()
+        else:
+            self._mux.grant(raw, count)
+            self.kick()
 
     def kick(self) -> None:
         """There may be something to write."""
@@ -443,6 +459,7 @@ class Connection:
         self._slots.unpark_all()
         for stream in self._streams.values():
             stream.wake()
+        self._ended(self)
 
     async def _read(self) -> None:
         try:
@@ -553,12 +570,22 @@ class Connection:
             if self.channel.bytes_received != heard:  # a long record may arrive slowly
                 heard = self.channel.bytes_received
                 self._heard_at = max(self._heard_at, expected - limits.heartbeat)
-            if now - self._heard_at >= limits.dead_after:
+            if now >= self._heard_at + limits.dead_after:
                 self._end(PeerGone(f"{self.peer.short} has been silent for {limits.dead_after:g} s"))
                 return
             if now - self._retired_at > _RETIRED_IDLE and self._mux.idle and not self._streams:
                 self.close("not needed")
                 return
+
+    async def _grant_withheld(self, download: TokenBucket) -> None:
+        while True:
+            while not self._withheld:
+                await self._granting.park()
+            await trio.sleep(download.delay(trio.current_time()))
+            raw, count = self._withheld.popleft()
+            download.spend(count, trio.current_time())
+            self._mux.grant(raw, count)
+            self.kick()
 
     def _token(self) -> bytes:
         return self._pings.to_bytes(8, "big")

@@ -48,6 +48,9 @@ class WrongPeer(HandshakeError):
 class ProtocolError(ShoalError):
     """A peer sent bytes or messages that the protocol does not allow. The connection ends."""
 
+    blamed = False
+    """The connection to the peer that is to blame has been ended."""
+
 
 class PeerGone(ShoalError):
     """The connection to a peer ended while something was waiting for it."""

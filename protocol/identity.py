@@ -190,7 +190,7 @@ def _read_private(path: Path) -> bytes:
         raise IdentityError(f"identity file {path} {reason}") from error
     except OSError as error:
         raise IdentityError(f"cannot read identity file {path}: {error.strerror}") from error
-    with open(descriptor, "rb", closefd=True) as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise IdentityError(f"{path} is not a regular file, so it cannot be an identity file")
@@ -199,7 +199,11 @@ def _read_private(path: Path) -> bytes:
                 f"identity file {path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})",
                 hint=f"chmod 600 {path}",
             )
-        contents = file.read(_MAX_FILE_SIZE + 1)
+        contents = os.read(descriptor, _MAX_FILE_SIZE + 1)
+    except OSError as error:
+        raise IdentityError(f"cannot read identity file {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
     if len(contents) > _MAX_FILE_SIZE:
         raise _damaged(path)
     return contents

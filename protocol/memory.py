@@ -250,6 +250,7 @@ class MemoryStream:
     async def aclose(self) -> None:
         if not self._closed:
             self._leave()
+            self.incoming.discard()
             self._outgoing.push(_Mark.END)
         await trio.lowlevel.checkpoint()
 
@@ -265,7 +266,6 @@ class MemoryStream:
     def _leave(self) -> None:
         self._closed = True
         self._host.streams.pop(self, None)
-        self.incoming.discard()
         self.wake()
 
     def _check(self) -> None:

@@ -80,6 +80,7 @@ class MuxStream:
         "available",
         "bulk",
         "id",
+        "lost",
         "pending",
         "stopped",
     )
@@ -89,6 +90,7 @@ class MuxStream:
         self.bulk = bulk
         self.pending = 0  # bytes written that no record has taken yet
         self.available = 0  # bytes received that nobody has read yet
+        self.lost = False  # written data was dropped
         self.stopped = False  # the other side wants no more data
         self._out: deque[memoryview] = deque()
         self._credit = INITIAL_WINDOW  # what we may still send
@@ -260,6 +262,7 @@ class Mux:
 
     def withdraw(self, stream: MuxStream) -> None:
         """Forgets what was written and not taken. The stream's data then has a hole: all that can follow is a reset."""
+        stream.lost = stream.lost or stream.pending > 0
         stream._out.clear()
         stream.pending = 0
 
@@ -481,6 +484,8 @@ class Mux:
             (self._bulk if stream.bulk else self._control).append(stream)
 
     def _send_urgent(self, kind: Kind, flags: int, stream_id: int, payload: bytes = b"") -> None:
+        if self._farewell is not None:
+            return
         frame = pack(kind, flags, stream_id, payload)
         self._urgent.append(frame)
         self._urgent_bytes += len(frame)

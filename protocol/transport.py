@@ -15,6 +15,7 @@ import attrs
 from protocol.errors import AddressError
 
 Buffer = bytes | bytearray | memoryview
+"""What can be sent; memoryviews must be of single bytes."""
 
 DIAL_TIMEOUT = 10.0
 """Seconds after which a dial that nobody answers fails."""

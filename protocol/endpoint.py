@@ -1,0 +1,556 @@
+"""A peer's place on the network: one connection to each other peer, requests out, handlers for requests in.
+
+Between two peers there is one connection. When both dial at the same time there are two for a moment; both sides then
+pick the same one (see `_wins`) and retire the other, which still carries the conversations that were begun on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import attrs
+import trio
+from msgspec import Meta
+
+from protocol import wire
+from protocol.book import AddressBook, Strikes
+from protocol.channel import SecureChannel, handshake
+from protocol.connection import Connection, Limits, Stream
+from protocol.dialer import first_to_answer
+from protocol.errors import (
+    AddressError,
+    HandshakeError,
+    Overloaded,
+    PeerGone,
+    PeerUnreachable,
+    ProtocolError,
+    RequestRefused,
+    RequestTimeout,
+    ShoalError,
+    WrongPeer,
+)
+from protocol.identity import Identity, PeerId
+from protocol.rate import TokenBucket
+from protocol.transport import Address, ByteStream, Listener, Transport
+from protocol.wire import Message, message
+
+__all__ = ["Endpoint", "Limits", "PeerConnected", "PeerLost", "PeerStatistics", "Stream"]
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+Handler: TypeAlias = Callable[[Any, Stream], Awaitable[Message | None]]
+
+_REQUEST_TIMEOUT = 10.0  # seconds from the opening of a stream to the end of the request on it
+_SETTLED = 10.0  # seconds after which a connection is not one of two simultaneous dials any more
+_MAX_EVENTS = 4096  # a watcher that is further behind than this is not reading
+
+
+@message("shoal.hello")
+class Hello:
+    """What each side says of itself in the handshake."""
+
+    instance: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    """Random, new whenever the peer starts: tells a peer that came back from one that never left."""
+    dial: Annotated[int, Meta(ge=0, lt=2**63)]
+    """Counts the connections that this side dialled."""
+    port: Annotated[int, Meta(ge=0, le=65535)]
+    """Where it listens, at the address it is seen with; 0 if it does not."""
+
+
+@attrs.frozen
+class PeerConnected:
+    """There is a connection to a peer now. Followed by `PeerLost` before the next one of the same peer."""
+
+    peer: PeerId
+
+
+@attrs.frozen
+class PeerLost:
+    """There is no connection to a peer any more."""
+
+    peer: PeerId
+    reason: str
+
+
+@attrs.frozen
+class PeerStatistics:
+    """What is known of a connection. Bytes are those on the wire."""
+
+    rtt: float | None
+    bytes_sent: int
+    bytes_received: int
+    streams: int
+    seconds: float
+
+
+@attrs.define(eq=False)
+class _Link:
+    """A connection and what decides whether it is the one to use."""
+
+    connection: Connection
+    theirs: Hello
+    dial: int  # the dialling side's count
+    since: float
+
+
+class _Dial:
+    """A dial in progress, for all who wait for it."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.scope = trio.CancelScope()
+        self.peer: PeerId | None = None
+        self.error: ShoalError | None = None
+
+
+class Endpoint:
+    """One peer on the network.
+
+    Args:
+        identity: Who we are.
+        transport: How others are reached.
+        psk: The run's swarm key (32 bytes), or None for a public run.
+        limits: See `Limits`.
+        rng: The source of randomness for everything that is no secret.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        *,
+        psk: bytes | None = None,
+        limits: Limits | None = None,
+        rng: random.Random,
+    ) -> None:
+        self.peer_id = identity.peer_id
+        self.address: Address | None = None
+        """Where we listen, while we do."""
+        self._identity = identity
+        self._transport = transport
+        self._psk = psk
+        self._limits = limits or Limits()
+        self._instance = rng.randbytes(8)
+        self._dialled = 0
+        self._upload = None if self._limits.max_upload is None else TokenBucket(self._limits.max_upload)
+        self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
+        self._handlers: dict[str, Handler] = {}
+        self._types: dict[str, type] = {}
+        self._links: dict[PeerId, _Link] = {}  # the connection to use with each peer
+        self._connections: set[Connection] = set()  # all of them, with retired ones
+        self._dials: dict[PeerId | Address, _Dial] = {}
+        self._greetings = 0
+        self._book = AddressBook()
+        self._strikes = Strikes()
+        self._watchers: set[trio.MemorySendChannel[PeerConnected | PeerLost]] = set()
+        self._past_sent = 0  # on connections that are over
+        self._past_received = 0
+        self._nursery: trio.Nursery | None = None
+
+    # What others see of us.
+
+    def handle(self, message_type: type[_T], handler: Callable[[_T, Stream], Awaitable[Message | None]]) -> None:
+        """Serves requests of a type.
+
+        The handler gets the request and its stream, on which it may send and receive more. What it returns is sent as
+        the last message; then the stream is finished. It declines by raising `RequestRefused`; any other `ShoalError`
+        reaches the other side as a refusal with code "failed". `ProtocolError` ends the connection and counts against
+        the peer. It is cancelled when the connection is lost.
+
+        Raises:
+            ValueError: If there is a handler for the type's name already.
+        """
+        name = wire.name_of(message_type)
+        if name in self._handlers:
+            raise ValueError(f"there is a handler for {name} already")
+        self._handlers[name] = handler
+        self._types[name] = message_type
+
+    async def run(
+        self, listen: Address | None, *, task_status: trio.TaskStatus[Address | None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Takes part until cancelled; then says goodbye to everybody, which takes a second at most.
+
+        Args:
+            listen: Where to listen; port 0 picks one. None if others cannot reach us anyway.
+            task_status: Told the address we listen on.
+
+        Raises:
+            AddressError: If we cannot listen there.
+        """
+        listener = None if listen is None else await self._transport.listen(listen)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                if listener is not None:
+                    self.address = listener.address
+                    nursery.start_soon(self._accept, listener)
+                task_status.started(self.address)
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+            self.address = None
+            if listener is not None:
+                with trio.CancelScope(shield=True):
+                    await listener.aclose()
+
+    # Whom we know.
+
+    @property
+    def connected(self) -> tuple[PeerId, ...]:
+        """The peers that there is a connection to."""
+        return tuple(self._links)
+
+    def is_connected(self, peer: PeerId) -> bool:
+        """There is a connection to this peer."""
+        return peer in self._links
+
+    def learn(self, peer: PeerId, *addresses: Address) -> None:
+        """Remembers where a peer can be reached."""
+        if peer != self.peer_id and addresses:
+            self._book.learn(peer, addresses)
+
+    def addresses(self, peer: PeerId) -> tuple[Address, ...]:
+        """Where a peer can be reached, as far as we know; the best first."""
+        return self._book.addresses(peer)
+
+    @contextmanager
+    def watch(self) -> Iterator[trio.MemoryReceiveChannel[PeerConnected | PeerLost]]:
+        """What happens to connections from now on. For each peer, connecting and losing alternate."""
+        send, receive = trio.open_memory_channel[PeerConnected | PeerLost](_MAX_EVENTS)
+        self._watchers.add(send)
+        try:
+            with send, receive:
+                yield receive
+        finally:
+            self._watchers.discard(send)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent on all connections so far."""
+        return self._past_sent + sum(connection.channel.bytes_sent for connection in self._connections)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received on all connections so far."""
+        return self._past_received + sum(connection.channel.bytes_received for connection in self._connections)
+
+    def statistics(self, peer: PeerId) -> PeerStatistics | None:
+        """The state of the connection to a peer, or None if there is none."""
+        link = self._links.get(peer)
+        if link is None:
+            return None
+        connection = link.connection
+        return PeerStatistics(
+            rtt=connection.rtt,
+            bytes_sent=connection.channel.bytes_sent,
+            bytes_received=connection.channel.bytes_received,
+            streams=connection.streams,
+            seconds=trio.current_time() - link.since,
+        )
+
+    # What we do.
+
+    async def connect(self, target: PeerId | Address) -> PeerId:
+        """Makes sure that there is a connection, and returns whom it is to.
+
+        Dials of the same target at the same time are one dial.
+
+        Raises:
+            PeerUnreachable: If nobody answers, no address is known, or it is ourselves.
+            HandshakeError: If somebody answers who is not part of this.
+            ValueError: If the target is our own peer id.
+        """
+        if target == self.peer_id:
+            raise ValueError("a peer cannot connect to itself")
+        if isinstance(target, PeerId) and target in self._links:
+            await trio.lowlevel.checkpoint()
+            return target
+        dial = self._dials.get(target)
+        if dial is None:
+            dial = self._dials[target] = _Dial()
+            self._running().start_soon(self._dial, target, dial)
+        await dial.done.wait()
+        if dial.error is not None:
+            raise type(dial.error)(str(dial.error), hint=dial.error.hint)
+        if dial.peer is None:
+            raise PeerUnreachable(f"the dial of {_name(target)} was cut short: we are shutting down")
+        return dial.peer
+
+    async def request(
+        self, peer: PeerId, request: Message, reply: type[_T] | tuple[type[_T], ...], *, timeout: float = 10.0
+    ) -> _T:
+        """Sends one message and returns the answer, connecting if need be.
+
+        Args:
+            peer: Whom to ask.
+            request: The question.
+            reply: The type of the answer, or several.
+            timeout: Seconds for all of it.
+
+        Raises:
+            PeerUnreachable, HandshakeError: As `connect`.
+            PeerGone: If the connection was lost. The request may or may not have been carried out.
+            RequestRefused: If the other side declined.
+            RequestTimeout: If there was no answer in time.
+            ProtocolError: If the answer is none.
+        """
+        types = reply if isinstance(reply, tuple) else (reply,)
+        encoded = wire.encode(request)
+        try:
+            with trio.fail_after(timeout):
+                async with await self._open(peer) as stream:
+                    await stream.send_encoded(encoded, last=True)
+                    return await stream.receive(*types)
+        except trio.TooSlowError:
+            name = wire.name_of(type(request))
+            raise RequestTimeout(f"{peer.short} did not answer {name} within {timeout:g} s") from None
+
+    @asynccontextmanager
+    async def open(self, peer: PeerId, request: Message, *, bulk: bool = False) -> AsyncIterator[Stream]:
+        """A stream on which the request has been sent, connecting if need be. See `Stream` for how it ends.
+
+        Args:
+            peer: Whom to talk to.
+            request: The first message, which chooses the handler on the other side.
+            bulk: Large data will flow: it has a large window and waits for everything that is not bulk.
+
+        Raises:
+            As `request`, but for the timeout.
+        """
+        encoded = wire.encode(request)
+        async with await self._open(peer, bulk=bulk) as stream:
+            await stream.send_encoded(encoded)
+            yield stream
+
+    def disconnect(self, peer: PeerId, reason: str) -> None:
+        """Ends the connections to a peer, telling it why. Does nothing if there is none."""
+        for connection in [connection for connection in self._connections if connection.peer == peer]:
+            connection.close(reason)
+
+    async def _open(self, peer: PeerId, *, bulk: bool = False) -> Stream:
+        while True:
+            await self.connect(peer)
+            link = self._links.get(peer)
+            if link is None:
+                raise PeerGone(f"the connection to {peer.short} was lost as soon as it was made")
+            try:
+                return await link.connection.open(bulk=bulk)
+            except Overloaded:
+                if link.connection.usable:
+                    link.connection.close("out of stream numbers")
+                # Else it was retired while we waited for a slot: there is a better one.
+                await trio.lowlevel.checkpoint()
+
+    def _running(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise RuntimeError("the endpoint is not running")
+        return self._nursery
+
+    # Dialling and being dialled.
+
+    async def _dial(self, target: PeerId | Address, dial: _Dial) -> None:
+        try:
+            with dial.scope:
+                dial.peer = await self._dial_anew(target)
+        except ShoalError as error:
+            dial.error = error
+        finally:
+            if self._dials.get(target) is dial:
+                del self._dials[target]
+            dial.done.set()
+
+    async def _dial_anew(self, target: PeerId | Address) -> PeerId:
+        expected = target if isinstance(target, PeerId) else None
+        if expected is not None and self._strikes.is_banned(expected, trio.current_time()):
+            raise PeerUnreachable(f"{expected.short} is banned for repeated protocol errors")
+        addresses = (target,) if isinstance(target, Address) else self._book.addresses(target)
+        if not addresses:
+            raise PeerUnreachable(f"no address of {_name(target)} is known")
+        self._dialled += 1
+        dial = self._dialled
+
+        async def attempt(address: Address) -> SecureChannel:
+            try:
+                stream = await self._transport.dial(address)
+                features = self._hello(dial)
+                return await handshake(
+                    stream, self._identity, initiator=True, psk=self._psk, expected=expected, features=features
+                )
+            except WrongPeer:
+                if expected is not None:
+                    self._book.forget(expected, address)
+                raise
+
+        channel, address = await first_to_answer(addresses, attempt)
+        if channel.peer_id == self.peer_id:
+            await channel.aclose()
+            raise PeerUnreachable(f"{address} is this very peer")
+        theirs = await self._theirs(channel)
+        self.learn(channel.peer_id, address)
+        self._register(channel, theirs, initiator=True, dial=dial)
+        return channel.peer_id
+
+    async def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                stream = await listener.accept()
+            except AddressError:  # it was closed: we are about to be cancelled
+                return
+            if self._greetings >= self._limits.max_pending_handshakes:
+                await stream.aclose()
+                continue
+            self._greetings += 1
+            self._running().start_soon(self._greet, stream)
+
+    async def _greet(self, stream: ByteStream) -> None:
+        try:
+            features = self._hello(0)
+            channel = await handshake(stream, self._identity, initiator=False, psk=self._psk, features=features)
+            theirs = await self._theirs(channel)
+        except HandshakeError:
+            return  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
+        finally:
+            self._greetings -= 1
+        if theirs.port and channel.peer_id != self.peer_id:
+            self.learn(channel.peer_id, Address(channel.remote.host, theirs.port))
+        self._register(channel, theirs, initiator=False, dial=theirs.dial)
+
+    def _hello(self, dial: int) -> bytes:
+        port = 0 if self.address is None else self.address.port
+        return wire.encode(Hello(self._instance, dial, port))
+
+    async def _theirs(self, channel: SecureChannel) -> Hello:
+        try:
+            return wire.decode(channel.features, [Hello])
+        except ProtocolError as error:
+            await channel.aclose()
+            raise HandshakeError(f"{channel.remote} introduced itself wrongly: {error}") from None
+
+    # One connection for each peer.
+
+    def _register(self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int) -> None:
+        connection = Connection(
+            channel,
+            initiator=initiator,
+            limits=self._limits,
+            serve=self._serve,
+            ended=self._ended,
+            upload=self._upload,
+            download=self._download,
+        )
+        self._connections.add(connection)
+        self._running().start_soon(self._run_connection, connection)
+        peer = channel.peer_id
+        refusal = self._refusal(peer)
+        if refusal is not None:
+            connection.close(refusal)
+            return
+        new = _Link(connection, theirs, dial, trio.current_time())
+        old = self._links.get(peer)
+        if old is not None and old.theirs.instance != theirs.instance:
+            old.connection.close("the peer started anew")  # calls _ended
+            old = None
+        if old is None:
+            self._links[peer] = new
+            self._publish(PeerConnected(peer))
+        elif self._wins(new, old):
+            self._links[peer] = new
+            old.connection.retire()
+        else:
+            connection.retire()
+        self._answer_dials(peer)
+
+    def _refusal(self, peer: PeerId) -> str | None:
+        """Why a peer that just connected cannot stay."""
+        if peer == self.peer_id:
+            return "you are this very peer"
+        if self._strikes.is_banned(peer, trio.current_time()):
+            return "banned for repeated protocol errors"
+        if len(self._connections) > self._limits.max_connections and peer not in self._links:
+            return "too many connections"
+        return None
+
+    def _wins(self, new: _Link, old: _Link) -> bool:
+        """Which of two connections to use. Both sides come to the same answer.
+
+        Of two simultaneous dials that of the lower peer id wins. Otherwise the newer one does: whoever dialled it had
+        noticed that the old one was dead.
+        """
+        if new.connection.initiator == old.connection.initiator:
+            return new.dial > old.dial
+        if new.since - old.since > _SETTLED:
+            return True
+        return new.connection.initiator == (self.peer_id < new.connection.peer)
+
+    def _answer_dials(self, peer: PeerId) -> None:
+        """The peer itself has connected, or another dial got there first: nobody has to wait for this dial."""
+        dial = self._dials.pop(peer, None)
+        if dial is not None:
+            dial.peer = peer
+            dial.done.set()
+            dial.scope.cancel()
+
+    async def _run_connection(self, connection: Connection) -> None:
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+            self._past_sent += connection.channel.bytes_sent
+            self._past_received += connection.channel.bytes_received
+
+    def _ended(self, connection: Connection) -> None:
+        if isinstance(connection.failure, ProtocolError):
+            self._strikes.strike(connection.peer, trio.current_time())
+        link = self._links.get(connection.peer)
+        if link is not None and link.connection is connection:
+            del self._links[connection.peer]
+            self._publish(PeerLost(connection.peer, str(connection.failure)))
+
+    def _publish(self, event: PeerConnected | PeerLost) -> None:
+        for watcher in list(self._watchers):
+            try:
+                watcher.send_nowait(event)
+            except trio.WouldBlock:
+                watcher.close()
+                self._watchers.discard(watcher)
+
+    # Serving.
+
+    async def _serve(self, connection: Connection, stream: Stream) -> None:
+        """Reads the request of a stream that the peer opened, and has it handled."""
+        try:
+            data = await stream.receive_encoded(timeout=_REQUEST_TIMEOUT)
+            handler, request = self._decode_request(data)
+            answer = await handler(request, stream)
+            if answer is not None:
+                await stream.send_encoded(wire.encode(answer), last=True)
+            else:
+                await stream.finish()
+        except RequestRefused as refusal:
+            stream.reset(refusal.code, str(refusal))
+        except ProtocolError as error:
+            if not error.blamed:
+                connection.fail(error)
+            else:  # it was somebody else's, whom the handler asked
+                stream.reset("failed", str(error))
+        except ShoalError as error:
+            stream.reset("failed", str(error))
+        except Exception:  # a bug in one handler must not end everybody's connections
+            _logger.exception("a handler failed on a request of %s", connection.peer.short)
+            stream.reset("failed", "internal error")
+
+    def _decode_request(self, data: bytearray) -> tuple[Handler, Any]:
+        try:
+            request: Message = wire.decode(data, self._types)
+        except wire.UnknownMessage as error:
+            raise RequestRefused(str(error), code="unknown_type") from None
+        return self._handlers[wire.name_of(type(request))], request
+
+
+def _name(target: PeerId | Address) -> str:
+    return target.short if isinstance(target, PeerId) else str(target)

@@ -1,0 +1,172 @@
+"""Records: any way of cutting the bytes gives the same plaintexts, and nothing else is accepted."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import noise, records
+from protocol.errors import ProtocolError
+from protocol.noise import CipherState
+from protocol.records import MAX_PLAINTEXT, READ_SIZE, RecordReader, RecordWriter
+
+KEY = bytes(range(32))
+
+
+def writer(key=KEY):
+    return RecordWriter(CipherState(key))
+
+
+def reader(key=KEY):
+    return RecordReader(CipherState(key))
+
+
+def put(target, data):
+    """Hand over bytes as a socket would, and return the plaintexts that are complete then."""
+    out = []
+    rest = memoryview(data)
+    while rest:
+        space = target.space()
+        count = min(len(space), len(rest))
+        space[:count] = rest[:count]
+        target.received(count)
+        rest = rest[count:]
+        while (record := target.next_record()) is not None:
+            out.append(record)
+    return out
+
+
+def split(sealed):
+    """The single records."""
+    out, start = [], 0
+    while start < len(sealed):
+        end = start + 2 + int.from_bytes(sealed[start : start + 2], "big")
+        out.append(bytes(sealed[start:end]))
+        start = end
+    return out
+
+
+def test_golden_bytes():
+    assert (
+        writer().seal(b"hello", b"").hex()
+        == "001566d9d9b2da0e0c4679f3a82524f5e0499271e16f300010367ef8288831557408e102950a16e26a"
+    )
+
+
+@given(st.lists(st.binary(max_size=300), max_size=20), st.data())
+def test_cut_at_any_byte(plaintexts, data):
+    sealed = writer().seal(*plaintexts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sealed)), max_size=30)))
+    target = reader()
+    out = []
+    for start, end in zip([0, *cuts], [*cuts, len(sealed)], strict=True):
+        out += put(target, sealed[start:end])
+    assert out == plaintexts
+    assert target.pending == 0
+
+
+def test_byte_by_byte():
+    sealed = writer().seal(b"one", b"", b"three")
+    target = reader()
+    assert [record for byte in sealed for record in put(target, bytes([byte]))] == [b"one", b"", b"three"]
+
+
+def test_many_large_records_in_odd_pieces():
+    plaintexts = [bytes([number]) * (MAX_PLAINTEXT - number % 3) for number in range(40)]
+    sealed = writer().seal(*plaintexts)
+    target = reader()
+    out = []
+    for start in range(0, len(sealed), 99_991):
+        out += put(target, sealed[start : start + 99_991])
+    assert out == plaintexts
+
+
+def test_there_is_always_space_for_a_large_read():
+    sealed = writer().seal(bytes(MAX_PLAINTEXT))
+    target = reader()
+    assert put(target, sealed[:-1]) == []
+    assert len(target.space()) >= READ_SIZE
+    assert put(target, sealed[-1:]) == [bytes(MAX_PLAINTEXT)]
+
+
+def test_buffers_of_all_kinds_are_sealed():
+    sealed = writer().seal(b"a", bytearray(b"b"), memoryview(b"xcx")[1:2])
+    assert put(reader(), sealed) == [b"a", b"b", b"c"]
+
+
+def test_too_long_a_plaintext_is_refused_before_anything_is_sealed():
+    source = writer()
+    with pytest.raises(ValueError, match="at most 65519"):
+        source.seal(b"first", bytes(MAX_PLAINTEXT + 1))
+    assert put(reader(), source.seal(b"first")) == [b"first"]
+
+
+def test_nothing_to_seal():
+    assert writer().seal() == b""
+
+
+@pytest.mark.parametrize("without_encrypt_into", [False, True])
+def test_rekeying_on_both_sides(monkeypatch, without_encrypt_into):
+    monkeypatch.setattr(records, "REKEY_INTERVAL", 3)
+    if without_encrypt_into:
+        monkeypatch.setattr(noise, "_CAN_ENCRYPT_INTO", False)
+    source, target = writer(), reader()
+    plaintexts = [bytes([number]) for number in range(10)]
+    sealed = source.seal(*plaintexts)
+    assert put(target, sealed) == plaintexts
+    monkeypatch.setattr(records, "REKEY_INTERVAL", 1000)
+    stale = reader()
+    with pytest.raises(ProtocolError):
+        put(stale, sealed)
+
+
+def refused(data, *, before=()):
+    target = reader()
+    assert put(target, b"".join(before)) == [b"record %d" % number for number in range(len(before))]
+    with pytest.raises(ProtocolError):
+        put(target, data)
+    # Nothing is accepted any more, not even what would have been right.
+    with pytest.raises(ProtocolError):
+        target.next_record()
+
+
+def test_replayed_left_out_and_reordered_records_fail():
+    first, second, third = split(writer().seal(*(b"record %d" % number for number in range(3))))
+    refused(first, before=[first])
+    refused(first, before=[first, second])
+    refused(second)
+    refused(third, before=[first])
+    refused(third + second, before=[first])
+
+
+def test_reflected_and_foreign_records_fail():
+    refused(writer(bytes(32)).seal(b"record 0"))
+
+
+@given(index=st.integers(2, 2 + 8 + 16 - 1), change=st.integers(1, 255))
+def test_changed_records_fail(index, change):
+    sealed = writer().seal(b"record 0")
+    sealed[index] ^= change
+    refused(sealed)
+
+
+@pytest.mark.parametrize("size", range(16))
+def test_records_shorter_than_a_tag_fail_at_once(size):
+    refused(size.to_bytes(2, "big"))
+
+
+def test_a_changed_length_fails_when_the_bytes_are_there():
+    sealed = writer().seal(b"record 0", b"record 1")
+    sealed[1] += 1
+    refused(sealed)
+    sealed = writer().seal(b"record 0", b"record 1")
+    sealed[1] -= 1
+    refused(sealed)
+
+
+@given(st.binary(min_size=2 + 16, max_size=1000))
+def test_nonsense_never_gives_a_record(data):
+    target = reader()
+    with contextlib.suppress(ProtocolError):
+        assert put(target, data) == []

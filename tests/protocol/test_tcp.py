@@ -1,0 +1,134 @@
+"""What only TCP has: IPv6, names, socket options, and a system that runs short."""
+
+import errno
+import socket
+from contextlib import aclosing
+
+import pytest
+import trio
+
+from protocol.errors import AddressError, PeerGone, PeerUnreachable
+from protocol.tcp import TcpListener, TcpTransport
+from protocol.transport import Address
+
+
+def ipv6_loopback():
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not ipv6_loopback(), reason="no IPv6 on the loopback interface")
+
+
+async def meet(listen, dial):
+    """Connect to a listener by another of its host's names, and return the address that it sees."""
+    transport = TcpTransport()
+    async with aclosing(await transport.listen(Address(listen, 0))) as listener:
+        dialled = await transport.dial(Address(dial, listener.address.port))
+        async with aclosing(dialled), aclosing(await listener.accept()) as accepted:
+            await dialled.send(b"x")
+            assert await accepted.receive_into(memoryview(bytearray(1))) == 1
+            return accepted.remote.host
+
+
+@needs_ipv6
+async def test_ipv6():
+    assert await meet("::1", "::1") == "::1"
+
+
+@needs_ipv6
+async def test_ipv6_wildcard_takes_both():
+    assert await meet("::", "::1") == "::1"
+    assert await meet("::", "127.0.0.1") == "127.0.0.1"
+
+
+async def test_ipv4_wildcard():
+    assert await meet("0.0.0.0", "127.0.0.1") == "127.0.0.1"
+
+
+async def test_names():
+    assert await meet("127.0.0.1", "localhost") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "nowhere.invalid"])
+async def test_addresses_that_are_not_ours_cannot_be_listened_on(host):
+    with pytest.raises(AddressError, match=f"cannot listen on {host}:0: "):
+        await TcpTransport().listen(Address(host, 0))
+
+
+async def test_a_busy_port_comes_with_a_hint():
+    async with aclosing(await TcpTransport().listen(Address("127.0.0.1", 0))) as listener:
+        with pytest.raises(AddressError) as caught:
+            await TcpTransport().listen(listener.address)
+    assert "another port" in caught.value.hint
+
+
+@pytest.mark.parametrize("address", [Address("nowhere.invalid", 1), Address("127.0.0.1", 0)], ids=str)
+async def test_unreachable_addresses(address):
+    with pytest.raises(PeerUnreachable, match=f"cannot connect to {address}: .*[a-z]"):
+        await TcpTransport().dial(address)
+
+
+async def test_a_dial_that_nobody_answers_ends(autojump_clock, monkeypatch):
+    async def silence(*_):
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(trio, "open_tcp_stream", silence)
+    with pytest.raises(PeerUnreachable, match="did not answer within 10 s"):
+        await TcpTransport().dial(Address("192.0.2.7", 1))
+
+
+async def test_options_are_set_on_both_ends():
+    transport = TcpTransport()
+    async with aclosing(await transport.listen(Address("127.0.0.1", 0))) as listener:
+        dialled = await transport.dial(listener.address)
+        async with aclosing(dialled), aclosing(await listener.accept()) as accepted:
+            for stream in (dialled, accepted):
+                assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+
+
+async def test_a_reset_connection():
+    transport = TcpTransport()
+    async with aclosing(await transport.listen(Address("127.0.0.1", 0))) as listener:
+        dialled = await transport.dial(listener.address)
+        async with aclosing(dialled), aclosing(await listener.accept()) as accepted:
+            # Closing with no time to linger sends a reset.
+            linger = b"\1\0\0\0\0\0\0\0"
+            dialled._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            await dialled.aclose()
+            with pytest.raises(PeerGone, match=f"the connection to {accepted.remote} broke: .*reset"):
+                await accepted.receive_into(memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
+async def test_a_failed_accept_does_not_end_the_listener(autojump_clock, number):
+    class Socket:
+        """Fails twice, then has a connection."""
+
+        failures = 2
+
+        def getsockname(self):
+            return "127.0.0.1", 7070
+
+        def fileno(self):
+            return 7
+
+        def setsockopt(self, *_):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        async def accept(self):
+            await trio.lowlevel.checkpoint()
+            if self.failures:
+                self.failures -= 1
+                raise OSError(number, "no")
+            return self, ("192.0.2.7", 4711)
+
+    accepted = await TcpListener(Socket()).accept()
+    assert accepted.remote == Address("192.0.2.7", 4711)
