@@ -82,6 +82,10 @@ class Acceptor:
         self.completed = True
         return True
 
+    def adopt(self, plan: Plan) -> None:
+        """The complete result of a plan was fetched from another peer, after our own attempts had been given up."""
+        self.plan, self.completed = plan, True
+
     def _problem(self, plan: Plan, offer: Offer, coordinator: PeerId) -> str | None:
         if self.completed:
             return "the round is complete here"

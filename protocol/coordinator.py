@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attrs
 from attrs.validators import ge, gt
@@ -45,6 +45,8 @@ class RoundTimes:
     """How often the membership is looked at while a round is being collected."""
     slowest: float = attrs.field(default=65536.0, validator=gt(0))
     """Bytes per second below which a link is not worth waiting for; bounds the time of an attempt."""
+    hop: float = attrs.field(default=0.5, validator=gt(0))
+    """Longest latency of one step around the ring that is worth waiting for."""
     keep: int = attrs.field(default=3, validator=ge(1))
     """Results that are kept for peers that missed them."""
 
@@ -52,9 +54,9 @@ class RoundTimes:
         """Longest that a transfer of `length` fp32 elements may take."""
         return self.stall + 4 * length / self.slowest
 
-    def attempt(self, length: int) -> float:
-        """Longest that a member works on one attempt: the ring moves each element twice."""
-        return self.transfer(2 * length)
+    def attempt(self, length: int, members: int) -> float:
+        """Longest that a member works on one attempt: each element comes by twice, in 2(n-1) steps."""
+        return self.stall + self.transfer(2 * length) + 2 * members * self.hop
 
 
 @attrs.frozen
@@ -96,13 +98,6 @@ class Announce:
 
 
 @attrs.frozen
-class Started:
-    """An attempt began."""
-
-    plan: Plan
-
-
-@attrs.frozen
 class Aborted:
     """An attempt failed."""
 
@@ -110,8 +105,9 @@ class Aborted:
     reason: str
 
 
-Action = Send | Announce | Started | Aborted
+Action = Send | Announce | Aborted
 Answer = Literal["asked", "noted", "led", "gone"]
+_T = TypeVar("_T", int, bytes)
 
 
 @attrs.frozen
@@ -138,6 +134,7 @@ class Coordinator:
     def _reset(self) -> None:
         self.plan = self.closes = self.holder = None
         self._blamed: set[PeerId] = set()
+        self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
         self._answers: dict[PeerId, Answer] = {}
         self._refusals: Counter[PeerId] = Counter()
         self._rival: PeerId | None = None
@@ -255,16 +252,12 @@ class Coordinator:
             return
         if self.closes is None:
             self.closes = now + self._times.grace + self._times.slack
-        awaited = {
-            peer
-            for peer in view.live - fit.keys() - self._blamed
-            if self._answers.get(peer) != "gone"
-        }
+        awaited = {peer for peer in view.live - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
         busy = any(self._answers.get(peer) == "led" for peer in awaited)
-        over = now >= self.closes + (self._times.attempt(self._length(fit)) if busy else 0)
+        over = now >= self.closes + (self._times.attempt(self._length(fit), len(view.live)) if busy else 0)
         if over or not awaited:
             self._propose(now, view)
 
@@ -308,8 +301,9 @@ class Coordinator:
         )
         self.plan = plan
         # Members notice stalls first; the limit is for those who notice nothing.
-        self._begin_attempt(now + self._times.attempt(plan.length) + self._times.stall + self._times.settle)
-        self._actions.append(Started(plan))
+        self._begin_attempt(
+            now + self._times.attempt(plan.length, len(members)) + self._times.stall + self._times.settle
+        )
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
         if previous is not None:
@@ -336,7 +330,7 @@ class Coordinator:
             # A second chance for the attempt number to go past what they have promised to others.
             culprits, reason = {peer for peer in self._refused if self._refusals[peer] > 2}, "refused the plan"
         elif settled:
-            culprits, reason = {self._culprit(plan)}, "failed in the ring"
+            culprits, reason = self._culprits(plan), "failed in the ring"
         else:
             culprits = waiting - self._accepted - {self._peer} or waiting - {self._peer} or waiting
             reason = "out of time"
@@ -345,13 +339,15 @@ class Coordinator:
         self._actions.append(Aborted(plan, f"{names} {reason}"))
         self._propose(now, view)
 
-    def _culprit(self, plan: Plan) -> PeerId:
+    def _culprits(self, plan: Plan) -> set[PeerId]:
         """Who is at the root of the reports.
 
         One stuck member starves the whole ring, so that everybody blames its left neighbour in the end. The root is
         blamed by others but has no report of its own, or has not even accepted; if several or none are like that, it
-        is the one whose accuser starved first, that is, has received least. If it is us (we are alive, so it is a bad
-        link), the accuser has to go: one end of a broken link must, or it would break every attempt.
+        is the one whose accuser starved first, that is, has received least.
+
+        If it is us, we take it for a bad link, and the accuser has to go: one end of a broken link must, or it would
+        break every attempt. If then another member accuses us, it is us after all.
         """
         least: dict[PeerId, tuple[int, int, PeerId]] = {}
         for accuser, report in self._reports.items():
@@ -363,7 +359,13 @@ class Coordinator:
             or set(least)
         )
         root = min(suspects, key=lambda peer: least[peer])
-        return least[root][2] if root == self._peer else root
+        if root != self._peer:
+            return {root}
+        if self._accusers:
+            self._blamed -= self._accusers
+            return {self._peer}
+        self._accusers = {least[root][2]}
+        return set(self._accusers)
 
     def _finish(self, holder: PeerId) -> None:
         self.holder = holder
@@ -384,8 +386,6 @@ class Coordinator:
         self._actions.append(Send(peer, message))
 
 
-def _most_common[T: (int, bytes)](values: Iterable[T]) -> T:
+def _most_common(values: Iterable[_T]) -> _T:
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value))
-
-

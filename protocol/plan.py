@@ -66,7 +66,7 @@ def _check_weights(plan: Plan, _attribute: attrs.Attribute[tuple[float, ...]], w
         raise ValueError(f"weights are numbers from 0 to {MAX_WEIGHT:g}")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Plan:
     """Who makes one revision of a run's state, and how. Fixed by the coordinator, the same for all members.
 
@@ -75,12 +75,8 @@ class Plan:
     """
 
     run: Hash
-    tag: Tag = ""
-    """Tells concurrent collectives of one run apart."""
     revision: Revision
     """The revision that is being made; the inputs belong to `revision - 1`."""
-    base: Hash = NO_DIGEST
-    """Digest of the state that the inputs belong to."""
     attempt: Annotated[int, Meta(ge=1, le=MAX_ATTEMPT)]
     rank: Rank
     coordinator: PeerId
@@ -93,6 +89,10 @@ class Plan:
     """What each member's values count, in the order of `members`."""
     length: Length
     """Number of fp32 elements of each member's vector."""
+    base: Hash = NO_DIGEST
+    """Digest of the state that the inputs belong to."""
+    tag: Tag = ""
+    """Tells concurrent collectives of one run apart."""
     codec: Literal["fp32"] = "fp32"
 
     @property

@@ -156,7 +156,8 @@ def vector_bytes(values: torch.Tensor) -> memoryview:
 
 
 def _byte_view(values: torch.Tensor) -> memoryview:
-    return memoryview(values.detach().numpy().view("u1"))
+    view: memoryview = values.detach().numpy().view("u1").data
+    return view
 
 
 def _scaled(values: torch.Tensor, share: float) -> torch.Tensor:
