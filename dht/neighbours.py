@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import attrs
 import trio
-from protocol.endpoint import Endpoint, PeerConnected
 
 from dht.ids import MAX_ADDRESSES, Contact
 from dht.messages import Ping, Pong
 from dht.settings import DhtSettings
 from dht.table import RoutingTable
+from protocol.endpoint import Endpoint, PeerConnected
 from protocol.errors import HandshakeError, PeerUnreachable, ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.transport import Address

@@ -22,7 +22,6 @@ from functools import partial
 
 import attrs
 import trio
-from protocol.endpoint import Endpoint
 
 from dht.ids import ID_BYTES, Contact, distance, random_id
 from dht.lookup import Lookup
@@ -34,6 +33,7 @@ from dht.records import MAX_TTL, MAX_VALUE, Record
 from dht.service import Service
 from dht.settings import DhtSettings
 from dht.store import ACCEPTED, RecordStore, Verdict
+from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
 from protocol.transport import Address

@@ -253,7 +253,7 @@ class _Daemon:
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first and then other peers that we know."""
-        others = {peer: address for peer, address in reversed(self._dht.contacts())}
+        others = dict(reversed(self._dht.contacts()))
         bootstrap = [(self.endpoint.peer_id, self._address()), *others.items()]
         return Ticket(manifest.run_id, tuple(bootstrap[:MAX_BOOTSTRAP]), self._swarm_key)
 

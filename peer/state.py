@@ -18,6 +18,7 @@ import torch
 
 from optim import OuterState
 from protocol import merkle
+from protocol.ring import vector_bytes
 
 DIGEST_DOMAIN = b"shoal-state-v1"
 
@@ -117,7 +118,7 @@ def read_range(outer: OuterState, start: int, length: int) -> Iterator[memoryvie
     """The bytes [start, start + length) of the state's tensors laid end to end, as views."""
     offset = 0
     for tensor in tensors(outer):
-        view = memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")
+        view = vector_bytes(tensor)
         first, last = max(start - offset, 0), min(start + length - offset, len(view))
         if first < last:
             yield view[first:last]

@@ -104,7 +104,7 @@ async def test_nobody_has_it(autojump_clock, mesh, state):
     newcomer, *donors = swarm.endpoints
     donate(donors[0], None)
     donate(donors[1], state, run=b"x" * 32)
-    with pytest.raises(SyncFailed, match="not kept here.*another run"):
+    with pytest.raises(SyncFailed, match=r"not kept here.*another run"):
         await fetch_state(newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS)
     with pytest.raises(SyncFailed, match="none was known"):
         await fetch_state(newcomer, RUN, state.tip, [], elements=ELEMENTS)

@@ -1,4 +1,4 @@
-"""Whole daemons on simulated time: what the design promises when peers come, go, stall, and lose sight of each other."""
+"""Whole daemons on simulated time: what is promised when peers come, go, stall, and lose sight of each other."""
 
 import attrs
 import trio
@@ -44,7 +44,7 @@ async def test_peers_make_rounds_together_and_end_with_the_same_bits(autojump_cl
 async def test_the_others_go_on_when_any_peer_dies_also_the_founder(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
-        a, b, c, d = [await simulated_swarm.start(name) for name in "abcd"]
+        a, b, _, d = [await simulated_swarm.start(name) for name in "abcd"]
         await d.until_round(2)
         simulated_swarm.kill("c")
         await a.until_round(max(a.digests()) + 2)
@@ -91,7 +91,7 @@ async def test_leaving_is_told_to_the_others(autojump_clock, simulated_swarm):
 async def test_a_killed_peer_restarts_with_its_identity_and_catches_up(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
-        a, b, c = [await simulated_swarm.start(name) for name in "abc"]
+        a, b, _ = [await simulated_swarm.start(name) for name in "abc"]
         await a.until_round(2)
         simulated_swarm.kill("a")  # the founder, whose address is the one in the ticket
         await b.until_round(max(b.digests()) + 2)
