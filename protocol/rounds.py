@@ -69,6 +69,24 @@ class RoundEvent:
     reason: str = ""
 
 
+@attrs.frozen
+class RoundStatistics:
+    """What is going on at a peer at one moment."""
+
+    sessions: int
+    """Ready peers that are waiting or taking part here, ourselves included."""
+    parked: int
+    """Streams of ring data whose plan is not known here yet."""
+    transfers: int
+    """Attempts whose data are being received or sent."""
+    results: int
+    """Results that are kept for others."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sessions or self.parked or self.transfers)
+
+
 class Rounds:
     """The rounds of one run at one peer.
 
@@ -102,6 +120,8 @@ class Rounds:
         self._results: dict[int, Reduced] = {}
         self._heard: tuple[int, PeerId] | None = None
         self._news = trio.Event()
+        self._sessions = 0
+        self._transfers = 0
         endpoint.handle(Ready, self._on_ready)
         endpoint.handle(RoundOpen, self._on_open)
         endpoint.handle(RingData, self._inbox.deliver)
@@ -158,6 +178,12 @@ class Rounds:
             await self._news.wait()
         await trio.lowlevel.checkpoint()
         return deadline
+
+    def statistics(self) -> RoundStatistics:
+        """What is going on."""
+        return RoundStatistics(
+            sessions=self._sessions, parked=self._inbox.parked, transfers=self._transfers, results=len(self._results)
+        )
 
     # Taking part.
 
@@ -278,14 +304,28 @@ class Rounds:
 
     async def _serve_ourselves(self, leadership: Leadership, ready: Ready, line: LocalLine) -> None:
         try:
-            await leadership.serve(ready, line)
+            await self._serve(leadership, ready, line)
         finally:
             line.close()
 
+    async def _serve(self, leadership: Leadership, ready: Ready, line: Line) -> None:
+        self._sessions += 1
+        try:
+            await leadership.serve(ready, line)
+        finally:
+            self._sessions -= 1
+
     def _begin(self, plan: Plan, work: Work) -> Transfer:
         transfer = Transfer(plan, work.values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
-        self._spawn(transfer.run)
+        self._spawn(self._run_transfer, transfer)
         return transfer
+
+    async def _run_transfer(self, transfer: Transfer) -> None:
+        self._transfers += 1
+        try:
+            await transfer.run()
+        finally:
+            self._transfers -= 1
 
     async def _fetch(self, holder: PeerId, revision: int) -> Reduced | None:
         try:
@@ -345,7 +385,8 @@ class Rounds:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
 
     def _hear(self, revision: int, peer: PeerId) -> None:
-        if self._heard is None or revision > self._heard[0]:
+        """A peer holds this revision, or says so."""
+        if peer in self._members() and (self._heard is None or revision > self._heard[0]):
             self._heard = (revision, peer)
             self._spread_news()
 
@@ -360,7 +401,7 @@ class Rounds:
         leadership = self._leadership(request.revision)
         final = self._final_answer(leadership, request, stream.peer)
         if final is None:
-            await leadership.serve(request, stream)
+            await self._serve(leadership, request, stream)
         return final
 
     def _final_answer(self, leadership: Leadership, ready: Ready, peer: PeerId) -> Ahead | Forked | Redirect | None:

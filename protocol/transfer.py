@@ -47,6 +47,11 @@ class RingInbox:
         self._parked: dict[tuple[bytes, PeerId], _Arrival] = {}
         self._wanted: dict[tuple[bytes, PeerId], trio.Event] = {}
 
+    @property
+    def parked(self) -> int:
+        """Streams that wait for their plan."""
+        return len(self._parked)
+
     async def deliver(self, request: RingData, stream: Stream) -> None:
         """The handler of `RingData`: holds the stream until a transfer has taken it and is done with it."""
         if (request.run, request.tag) != (self._run, self._tag):
