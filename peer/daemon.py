@@ -73,6 +73,7 @@ async def run_daemon(
     *,
     transport: Transport | None = None,
     compute: Compute = in_worker_thread,
+    rng: random.Random | None = None,
     task_status: trio.TaskStatus[Ticket] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Runs a peer until its run is over or it is cancelled.
@@ -81,6 +82,7 @@ async def run_daemon(
         config: What to do.
         transport: How bytes travel; TCP if None.
         compute: How long computations are run.
+        rng: Spreads load over time and peers; keys never come from it. A fresh one if None.
         task_status: Started with a ticket, as soon as others can join through this peer.
 
     Raises:
@@ -89,7 +91,7 @@ async def run_daemon(
         ShoalError: Data, home, address or settings cannot be used.
     """
     torch.set_num_threads(config.threads)
-    daemon = _Daemon(config, transport or TcpTransport(), compute)
+    daemon = _Daemon(config, transport or TcpTransport(), compute, rng or random.Random())
     reason = "failed"
     try:
         async with trio.open_nursery() as nursery:
@@ -105,13 +107,13 @@ async def run_daemon(
 
 
 class _Daemon:
-    def __init__(self, config: DaemonConfig, transport: Transport, compute: Compute) -> None:
+    def __init__(self, config: DaemonConfig, transport: Transport, compute: Compute, rng: random.Random) -> None:
         self._config = config
         self._compute = compute
         self._home = config.home
         self._events = config.events
         self._identity = config.home.identity
-        self._rng = random.Random()  # spreads load; keys come from elsewhere
+        self._rng = rng
         self._swarm_key = _swarm_key(config)
         self.endpoint = Endpoint(
             self._identity,
