@@ -53,6 +53,9 @@ _LOOKAHEAD = 2
 
 _MAX_REDIRECTS = 16
 
+_PATIENCE = 4
+"""Attempts, each of the greatest length, that a coordinator is given. Most failed ones are much shorter."""
+
 
 @attrs.frozen(kw_only=True)
 class RoundEvent:
@@ -97,6 +100,8 @@ class Rounds:
         members: Gives the live, synchronised members at the moment; whether it includes ourselves does not matter.
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
+        admits: Whether a peer may take part at all; everybody else is refused.
+        max_weight: The most that one peer's values may count.
     """
 
     def __init__(
@@ -108,10 +113,13 @@ class Rounds:
         members: Callable[[], Collection[PeerId]],
         report: Callable[[RoundEvent], None],
         tag: str = "",
+        admits: Callable[[PeerId], bool] = lambda peer: True,
+        max_weight: float = MAX_WEIGHT,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._members, self._report = members, report
-        self._inbox = RingInbox(run_id, tag, settings.stall)
+        self._admits, self._max_weight = admits, max_weight
+        self._inbox = RingInbox(run_id, tag, settings.stall, admits)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digest = NO_DIGEST
@@ -155,19 +163,21 @@ class Rounds:
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
+        self._heard = None
         self.committed(revision, digest)
 
     @property
     def heard(self) -> tuple[int, PeerId] | None:
-        """The newest revision that some peer is known to hold, and that peer."""
-        return self._heard
+        """The newest revision that some live member says it holds, and that member."""
+        return self._heard if self._heard is not None and self._heard[1] in self._members() else None
 
     def opened(self, revision: int) -> float | None:
         """Until when (trio's clock) this peer should be ready for the round that makes `revision`.
 
-        None while nobody else is ready; -inf if others have finished that round. May be called from any thread.
+        None while nobody else is ready; -inf if others have finished that round.
         """
-        if self._heard is not None and self._heard[0] >= revision:
+        heard = self.heard
+        if heard is not None and heard[0] >= revision:
             return -math.inf
         leadership = self._rounds.get(revision)
         return None if leadership is None else leadership.opened
@@ -217,7 +227,13 @@ class Rounds:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
             weight = 0.0
         offer = Offer(
-            run=self._run, tag=self._tag, revision=revision, base=digest, weight=float(weight), length=len(values)
+            run=self._run,
+            tag=self._tag,
+            revision=revision,
+            base=digest,
+            weight=float(weight),
+            length=len(values),
+            max_weight=self._max_weight,
         )
         return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
 
@@ -269,7 +285,7 @@ class Rounds:
                     if reason is None or not local:  # as a coordinator we know better why
                         self._report_attempt(plan, reason)
 
-                return await Member(
+                member = Member(
                     line,
                     work,
                     leadership.acceptor,
@@ -278,10 +294,21 @@ class Rounds:
                     fetch=lambda holder: self._fetch(holder, offer.revision),
                     keep=self._keep,
                     report=report,
-                ).run()
+                )
+                return await self._stay(member, work, leader)
         finally:
             leadership.attending = None
             leadership.wake()
+
+    async def _stay(self, member: Member, work: Work, leader: PeerId) -> Reduced:
+        """Follows one coordinator, though not for ever: it may say that it is busy, or plan in vain, without end."""
+        times, offer = self._times, work.offer
+        limit = times.grace + times.slack + _PATIENCE * times.attempt(offer.length, len(self._members()) + 1)
+        with trio.move_on_after(limit):
+            return await member.run()
+        if offer.revision in self._results:
+            return self._results[offer.revision]
+        raise RequestTimeout(f"{leader.short} coordinated for {limit:g} s without a result")
 
     @contextlib.asynccontextmanager
     async def _line(self, leadership: Leadership, ready: Ready, leader: PeerId) -> AsyncIterator[Line]:
@@ -378,20 +405,26 @@ class Rounds:
 
     # What others ask.
 
-    def _check_request(self, request: Ready | RoundOpen | FetchResult) -> None:
+    def _check_request(self, request: Ready | RoundOpen | FetchResult, peer: PeerId) -> None:
         if (request.run, request.tag) != (self._run, self._tag):
             raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+        if not self._admits(peer):
+            raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
         if self._tip is None or self._nursery is None:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
 
     def _hear(self, revision: int, peer: PeerId) -> None:
-        """A peer holds this revision, or says so."""
-        if peer in self._members() and (self._heard is None or revision > self._heard[0]):
+        """A peer holds this revision, or says so. Of much later ones we learn otherwise, with proof."""
+        assert self._tip is not None
+        heard = self.heard
+        if revision < self._tip + _LOOKAHEAD and peer in self._members() and (heard is None or revision > heard[0]):
             self._heard = (revision, peer)
             self._spread_news()
 
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
+        if request.weight > self._max_weight:
+            raise ProtocolError(f"a weight of {request.weight:g}; in this run {self._max_weight:g} is the most")
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         if request.revision <= self._finished:
@@ -417,7 +450,7 @@ class Rounds:
         return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         if request.revision <= self._finished:
@@ -430,7 +463,7 @@ class Rounds:
         return leadership.announced(stream.peer, request.remaining)
 
     async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         reduced = self._results.get(request.revision)
         if reduced is None:
             raise RequestRefused(f"no result of revision {request.revision} is kept here", code="unknown_round")
@@ -455,6 +488,8 @@ class Rounds:
                     raise ProtocolError(f"{peer.short} sent the result of another round")
                 if self._length is not None and plan.length != self._length:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
+                if max(plan.weights) > self._max_weight:
+                    raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
                 mean = torch.empty(plan.length, dtype=torch.float32)
                 data = vector_bytes(mean)
                 with trio.fail_after(times.transfer(plan.length)):

@@ -134,6 +134,7 @@ class SimulatedSwarm:
     def launch(self, name):
         """Starts a peer without waiting for it. If it cannot begin, that is its end, and its `error`."""
         peer, config = self.prepare(name)
+        self.network.transport(name)  # the host is there from now on, and may be stalled or cut off
         self._nursery.start_soon(self._run, peer, config)
         return peer
 
