@@ -214,15 +214,23 @@ class Membership:
         A tip that is a single round ahead of ours is most likely the round that we are about to finish, and no reason
         to fetch anything, unless the member is `branched`: known to be on another branch.
         """
-        best: Member | None = None
-        for member in self._members.values():
-            tip = member.tip
-            if tip is None or (self._tip is not None and not tip.beats(self._tip)) or self._doubted(member.peer):
-                continue
-            if self._tip is not None and tip.revision == self._tip.revision + 1 and member.peer != branched:
-                continue
-            if best is None or best.tip is None or tip.beats(best.tip):
-                best = member
+        mine = self._tip
+
+        def is_next(member: Member) -> bool:
+            return mine is not None and member.tip is not None and member.tip.revision == mine.revision + 1
+
+        return self._best(member for member in self._members.values() if member.peer == branched or not is_next(member))
+
+    def ahead(self) -> Member | None:
+        """The member with the best tip if that is better than ours, even if only by the next round. Else None."""
+        return self._best(self._members.values())
+
+    def _best(self, members: Iterable[Member]) -> Member | None:
+        best, best_tip = None, self._tip
+        for member in members:
+            better = member.tip is not None and (best_tip is None or member.tip.beats(best_tip))
+            if better and not self._doubted(member.peer):
+                best, best_tip = member, member.tip
         return best
 
     def holders(self, tip: Tip) -> list[PeerId]:

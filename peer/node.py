@@ -89,15 +89,18 @@ class Node:
         state = await self._first_state(local, founding=founding)
         if local is not None:
             await self.compute(self.trainer.restore_inner, local.inner)
-        if local is None or state is not local.state:
-            await self._save(state)
         await self._validate(state)
-        last = self.settings.run.rounds
+        last, saved = self.settings.run.rounds, local and local.state
         while not last or state.header.revision < last:
-            previous, state = state, await self._round(state)
-            if state is not previous:
+            before = state
+            state, took_part = await self._round(before)
+            # Who is behind skips this: it would otherwise take as long for each round as the others, and stay behind.
+            if took_part:
                 await self._save(state)
                 await self._validate(state)
+                saved = state
+        if state is not saved:
+            await self._save(state)
         await self._linger(state)
 
     async def _first_state(self, local: Checkpoint | None, *, founding: bool) -> CommittedState:
@@ -123,11 +126,12 @@ class Node:
                 )
             await self._pause()
 
-    async def _round(self, state: CommittedState) -> CommittedState:
+    async def _round(self, state: CommittedState) -> tuple[CommittedState, bool]:
         """One outer round: inner steps, the collective, the commit.
 
         Returns:
-            The state to go on from: the next one, one that others have, or the same if nothing came of the round.
+            The state to go on from: the next one, one that others have, or the same if nothing came of the round; and
+            whether we took part in making it.
         """
         await self._stand_at(state, active=True)
         revision = state.header.revision + 1
@@ -141,16 +145,16 @@ class Node:
             await self.membership.settled()
             better = await self._fetch_better(state)
             if better is not None:
-                return better
+                return better, False
             if not self.membership.active:  # there seemed to be a better state
                 await self._stand_at(state, active=True)
-            heard = self.rounds.heard
+            claimants = self._claimants(revision)
             try:
                 reduced = await self.rounds.all_reduce(
                     revision, contribution.values, contribution.weight, digest=state.header.digest
                 )
             except Behind as behind:
-                return await self._catch_up(state, behind.peer)
+                return await self._catch_up(state, behind.peer), False
             except (Fork, RoundAborted) as error:
                 self.events.emit("round_failed", round=revision, attempt=0, reason=str(error))
                 if isinstance(error, Fork):
@@ -158,9 +162,16 @@ class Node:
                 await self._pause()
             else:
                 break
-        if heard is not None and heard[0] >= revision and self.endpoint.peer_id in reduced.plan.members:
-            self.membership.doubt(heard[1])  # said that the round was over before it had begun
-        return await self._commit(state, reduced)
+        took_part = self.endpoint.peer_id in reduced.plan.members
+        for peer in claimants if took_part else ():
+            self.membership.doubt(peer)
+        return await self._commit(state, reduced), took_part
+
+    def _claimants(self, revision: int) -> set[PeerId]:
+        """The members that say that this round is over already, although we have not taken part in it."""
+        heard, ahead = self.rounds.heard, self.membership.ahead()
+        said = {heard[1]} if heard is not None and heard[0] >= revision else set()
+        return said if ahead is None else said | {ahead.peer}
 
     async def _pause(self) -> None:
         """Waits a little, or until more is known about the others."""
@@ -196,8 +207,8 @@ class Node:
         scope.cancel()
 
     async def _until_left_behind(self, scope: trio.CancelScope) -> None:
-        """Cancels `scope` when there is a state that we should rather work on."""
-        while self.membership.better() is None:
+        """Cancels `scope` when others have gone on without us, or there is a state that we should rather work on."""
+        while self.membership.ahead() is None:
             await self.membership.changes()
         scope.cancel()
 

@@ -108,7 +108,7 @@ class SimulatedSwarm:
         """A peer and its configuration: it founds the run if there is no ticket yet, else it joins it."""
         home = self.home(name)
         peer = self.peers[name] = Peer(name, home)
-        events = EventLog(None, home.identity.peer_id)
+        events = EventLog(None, home.identity.peer_id, clock=trio.current_time)
         events.subscribe(peer.hear)
         ticket = ticket or self.ticket
         founds = ticket is None or home.identity.peer_id == self.founder
