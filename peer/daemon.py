@@ -178,6 +178,7 @@ class _Daemon:
             report=self._report,
             admits=membership.knows,
             max_weight=settings.limits.weight,
+            suspect=membership.doubt,
         )
         donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows)
         await nursery.start(membership.run)

@@ -17,12 +17,13 @@ import torch
 import trio
 
 from optim import OuterState
-from peer.state import CommittedState, Header, Tip, byte_length, read_range
+from peer.state import CommittedState, Header, Tip, byte_length, read_range, tensors
 from protocol import merkle
 from protocol.connection import Stream
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.ring import all_finite
 from protocol.wire import message
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -233,6 +234,8 @@ async def fetch_state(
             nursery.start_soon(fetch_from, donor)
     if ranges.unfinished:
         raise SyncFailed(f"revision {tip.revision} could not be fetched: {_summary(problems)}")
+    if not all(all_finite(tensor) for tensor in tensors(outer)):
+        raise SyncFailed(f"revision {tip.revision} is of no use: it has parameters that are not finite")
     return CommittedState(header, outer, leaves)
 
 

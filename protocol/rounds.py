@@ -30,7 +30,7 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
-from protocol.ring import vector_bytes
+from protocol.ring import all_finite, vector_bytes
 from protocol.round_messages import (
     MAX_ADDRESSES,
     MAX_TRIED,
@@ -102,6 +102,7 @@ class Rounds:
         tag: Tells concurrent collectives of one run apart.
         admits: Whether a peer may take part at all; everybody else is refused.
         max_weight: The most that one peer's values may count.
+        suspect: Called with a coordinator that kept us for so many seconds without a result, alive and well.
     """
 
     def __init__(
@@ -115,10 +116,11 @@ class Rounds:
         tag: str = "",
         admits: Callable[[PeerId], bool] = lambda peer: True,
         max_weight: float = MAX_WEIGHT,
+        suspect: Callable[[PeerId, float], None] = lambda peer, seconds: None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._members, self._report = members, report
-        self._admits, self._max_weight = admits, max_weight
+        self._admits, self._max_weight, self._suspect = admits, max_weight, suspect
         self._inbox = RingInbox(run_id, tag, settings.stall, admits)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
@@ -221,8 +223,7 @@ class Rounds:
         self._length = len(values)
         if self._finished >= revision:
             raise ValueError(f"revision {revision} is there already")
-        finite = torch.isfinite(values).all
-        if not bool(await trio.to_thread.run_sync(finite) if len(values) >= IN_WORKER else finite()):
+        if not await _is_finite(values):
             reason = "the values are not finite"
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
             weight = 0.0
@@ -308,6 +309,7 @@ class Rounds:
             return await member.run()
         if offer.revision in self._results:
             return self._results[offer.revision]
+        self._suspect(leader, limit)
         raise RequestTimeout(f"{leader.short} coordinated for {limit:g} s without a result")
 
     @contextlib.asynccontextmanager
@@ -499,6 +501,8 @@ class Rounds:
                 await stream.finish()
         except trio.TooSlowError:
             raise RequestTimeout(f"{peer.short} is too slow to give us the result of revision {revision}") from None
+        if not await _is_finite(mean):
+            raise ProtocolError(f"{peer.short} sent a result that is not finite")
         reduced = Reduced(
             plan=plan,
             mean=mean,
@@ -511,6 +515,10 @@ class Rounds:
         )
         self._keep(reduced)
         return reduced
+
+
+async def _is_finite(values: torch.Tensor) -> bool:
+    return await trio.to_thread.run_sync(all_finite, values) if len(values) >= IN_WORKER else all_finite(values)
 
 
 def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:

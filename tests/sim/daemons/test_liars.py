@@ -12,7 +12,7 @@ from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import Identity
 from protocol.plan import NO_BALLOT
-from protocol.round_messages import Ahead, FetchResult, Forked, Noted, Ready, RoundOpen
+from protocol.round_messages import Ahead, FetchResult, Forked, Noted, Queued, Ready, RoundOpen
 from protocol.transport import Address
 
 LIMIT = 600
@@ -120,6 +120,19 @@ class Obstructor(Liar):
         return Ahead(request.revision, self.id) if self.answer == "ahead" else Noted()
 
 
+class Staller(Obstructor):
+    """A coordinator that always has something else to do."""
+
+    async def on_ready(self, request, stream):
+        self.asked += 1
+        while True:
+            await stream.send(Queued())
+            await trio.sleep(1)
+
+    async def on_open(self, request, stream):
+        return Noted()
+
+
 class Hurrier(Obstructor):
     """Says that it is ready for the round after the next, as if the next one were over."""
 
@@ -159,7 +172,7 @@ async def goes_on(victims, rounds):
     assert victims[0].digests()[begun + rounds] == victims[1].digests()[begun + rounds]
 
 
-@pytest.mark.parametrize("kind", [Boaster, Inflator, Obstructor, Hurrier])
+@pytest.mark.parametrize("kind", [Boaster, Inflator, Obstructor, Staller, Hurrier])
 async def test_lies_do_not_stop_training(autojump_clock, victims, nursery, kind):
     with trio.fail_after(LIMIT):
         liar, peers = await begin(victims, kind, nursery)
