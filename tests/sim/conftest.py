@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
@@ -65,7 +66,7 @@ class Peer:
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
         self.results: dict[int, Reduced] = {}  # by revision: what it reduced itself, or fetched
-        self.took_part: set[int] = set()
+        self.reduced: list[Reduced] = []  # all that it got from rounds it took part in, on whatever branch
         self.adoptions = 0
         self.alive = False
         self.scope = trio.CancelScope()
@@ -101,7 +102,7 @@ class Peer:
             reduced = await self.rounds.all_reduce(
                 revision, self.values(revision), self.swarm.weight(self), digest=self.digest
             )
-            self.took_part.add(revision)
+            self.reduced.append(reduced)
         except Behind as behind:
             try:
                 reduced = await self.rounds.fetch_result(behind.peer, revision)
@@ -275,16 +276,14 @@ class Swarm:
 
     def _check_agreement(self) -> None:
         """Different results of one round on one branch: only where the later plan excludes the earlier's holder."""
-        for one in self.peers:
-            for other in self.peers:
-                for revision in one.took_part & other.took_part & one.results.keys() & other.results.keys():
-                    mine, theirs = one.results[revision], other.results[revision]
-                    if mine.plan.base != theirs.plan.base:
-                        continue
-                    if mine.plan.id == theirs.plan.id:
-                        assert bits(mine.mean) == bits(theirs.mean)
-                    elif mine.plan.ballot < theirs.plan.ballot:
-                        assert one.id not in theirs.plan.members
+        for one, other in itertools.permutations(self.peers, 2):
+            for mine, theirs in itertools.product(one.reduced, other.reduced):
+                if (mine.plan.revision, mine.plan.base) != (theirs.plan.revision, theirs.plan.base):
+                    continue
+                if mine.plan.id == theirs.plan.id:
+                    assert bits(mine.mean) == bits(theirs.mean)
+                elif mine.plan.ballot < theirs.plan.ballot:
+                    assert one.id not in theirs.plan.members
 
 
 def bits(values: torch.Tensor) -> bytes:
