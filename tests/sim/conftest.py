@@ -65,6 +65,7 @@ class Peer:
         self.revision = 0
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
+        self.weight = 0.0  # accumulated over the branch, which decides between branches
         self.results: dict[int, Reduced] = {}  # by revision: what it reduced itself, or fetched
         self.reduced: list[Reduced] = []  # all that it got from rounds it took part in, on whatever branch
         self.adoptions = 0
@@ -124,16 +125,22 @@ class Peer:
         assert reduced.plan.revision == self.revision + 1
         assert reduced.plan.base == self.digest
         self.revision += 1
+        self.weight += reduced.weight
         self.digest = self.chain[self.revision] = next_digest(self.digest, reduced)
         self.results[self.revision] = reduced
         self.rounds.committed(self.revision, self.digest)
         self._move()
 
     async def _adopt(self, holder: PeerId) -> None:
-        """What the daemon does when it is far behind or on another branch: fetch the better state (here by magic)."""
+        """What the daemon does when it is far behind or on another branch: fetch the better state (here by magic).
+
+        The heavier branch wins, ties go to the lower digest.
+        """
         await trio.sleep(0.5)
         other = self.swarm.by_id(holder)
-        if other.alive and (other.revision, other.digest) > (self.revision, self.digest):
+        better = other.weight > self.weight or (other.weight == self.weight and other.digest < self.digest)
+        if other.alive and better:
+            self.weight = other.weight
             self.revision, self.digest, self.chain = other.revision, other.digest, dict(other.chain)
             self.results = {number: other.results[number] for number in other.results}
             self.rounds.adopted(self.revision, self.digest)
