@@ -217,9 +217,11 @@ class Rounds:
         _check_arguments(revision, values, weight, digest)
         if self._tip is None or self._tip < revision - 1:
             self.committed(revision - 1, digest)
-        self._length = len(values)
         if self._finished >= revision:
             raise ValueError(f"revision {revision} is there already")
+        if self._digests.get(revision - 1) != digest:
+            raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
+        self._length = len(values)
         finite = torch.isfinite(values).all
         if not bool(await trio.to_thread.run_sync(finite) if len(values) >= IN_WORKER else finite()):
             reason = "the values are not finite"

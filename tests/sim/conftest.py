@@ -248,7 +248,6 @@ class Swarm:
             with peer.endpoint.watch() as events:
                 while len(peer.endpoint.connected) < len(self.peers) - 1:
                     await events.receive()
-        self.begin.set()
 
     def kill(self, peer: Peer) -> None:
         """Without a word, as SIGKILL does it."""
@@ -298,13 +297,18 @@ def bits(values: torch.Tensor) -> bytes:
 
 
 @asynccontextmanager
-async def running_swarm(count: int, **options):
-    """A swarm whose peers run; everything has ended, and nothing hangs, when the block is left."""
+async def running_swarm(count: int, *, train: bool = True, **options):
+    """A swarm whose peers run; everything has ended, and nothing hangs, when the block is left.
+
+    Without `train`, the peers are connected and take part in nothing by themselves.
+    """
     swarm = Swarm(count, **options)
     trio._core._run._r.seed(swarm.seed)  # the order of tasks; importing hypothesis makes trio respect it
     with trio.fail_after(3600):
         async with trio.open_nursery() as nursery:
             await swarm.start(nursery)
+            if train:
+                swarm.begin.set()
             yield swarm
             for peer in swarm.peers:
                 peer.scope.cancel()
