@@ -6,6 +6,11 @@ do about it. Anything else that escapes is a bug.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from protocol.identity import PeerId
+
 
 class ShoalError(Exception):
     """Base of all of Shoal's own errors.
@@ -18,6 +23,14 @@ class ShoalError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class SettingsError(ShoalError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class DataError(ShoalError):
+    """Training data is missing, unreadable, or too small for the run's settings."""
 
 
 class IdentityError(ShoalError):
@@ -78,3 +91,41 @@ class RequestTimeout(ShoalError):
 
 class Overloaded(ShoalError):
     """A bound was reached: too many streams, connections or bytes in flight."""
+
+
+class RoundAborted(ShoalError):
+    """A round could not be finished, and nobody is known who finished it. The inputs are untouched: try again."""
+
+
+class Behind(ShoalError):
+    """Others have finished a round without this peer.
+
+    Args:
+        peer: Who holds the result (or something newer).
+        revision: The newest revision that is known to be finished there.
+    """
+
+    def __init__(self, peer: PeerId, revision: int) -> None:
+        super().__init__(
+            f"revision {revision} is finished at {peer.short} without us", hint="Fetch its result or the state."
+        )
+        self.peer = peer
+        self.revision = revision
+
+
+class Fork(ShoalError):
+    """Another peer holds a different state of the same revision.
+
+    Args:
+        peer: Who.
+        revision: The revision of both states.
+        ours: Digest of our state; 32 bytes.
+        theirs: Digest of the other's state; 32 bytes.
+    """
+
+    def __init__(self, peer: PeerId, revision: int, *, ours: bytes, theirs: bytes) -> None:
+        super().__init__(f"{peer.short} holds another state of revision {revision} than we do")
+        self.peer = peer
+        self.revision = revision
+        self.ours = ours
+        self.theirs = theirs

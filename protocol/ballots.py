@@ -1,0 +1,106 @@
+"""What one member promises about one round, without any input or output.
+
+Rules of a member:
+1. It accepts a plan only if the plan's ballot is higher than every ballot it has accepted or renounced before.
+2. By accepting a plan, or by renouncing, it gives up all lower ballots for good: it never completes them afterwards.
+3. Once it has completed a plan it accepts no other, and says so.
+
+Why that is enough. A member can complete ballot b only with the data of every member of b, in whose sums all of them
+take part, so all of them have accepted b. A later plan b' > b starts at a member when it accepts b'. Let b' be
+complete at some peer, so that all members of b' accepted b'. If a member of b' had completed b, it would have had to do
+so before accepting b' (rule 2), and then it would not have accepted b' (rule 3). So of those that take part in b', none
+holds a result of b: only peers that the later plan *excludes* can hold a different result of the round. They learn that
+from the first message about the next round, whose base digest differs from theirs, and fetch the state.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from protocol.identity import PeerId
+from protocol.plan import NO_BALLOT, Ballot, Plan
+
+
+@attrs.frozen
+class Refusal:
+    """Why a plan was not accepted; `ballot` is the highest one that this member knows."""
+
+    reason: str
+    ballot: Ballot
+
+
+@attrs.frozen(kw_only=True)
+class Offer:
+    """What this member brings to a round; a plan must fit it."""
+
+    run: bytes
+    tag: str
+    revision: int
+    base: bytes
+    weight: float
+    length: int
+
+
+class Acceptor:
+    """One member's ballots for one round."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self._peer = peer
+        self.promised: Ballot = NO_BALLOT
+        """Nothing up to this ballot is accepted any more."""
+        self.plan: Plan | None = None
+        """The plan that is being carried out, or has been."""
+        self.completed = False
+
+    def accept(self, plan: Plan, offer: Offer, coordinator: PeerId) -> Refusal | None:
+        """Accepts a plan (None), which aborts the one before, or says why not.
+
+        Args:
+            plan: The plan.
+            offer: What we said we would bring.
+            coordinator: Who sent it.
+        """
+        problem = self._problem(plan, offer, coordinator)
+        if problem is not None:
+            return Refusal(problem, self.promised)
+        self.promised = plan.ballot
+        self.plan = plan
+        return None
+
+    def renounce(self, ballot: Ballot) -> None:
+        """Gives up all ballots up to this one. Nothing happens if the round is complete here."""
+        if self.completed:
+            return
+        self.promised = max(self.promised, ballot)
+        if self.plan is not None and self.plan.ballot <= self.promised:
+            self.plan = None
+
+    def complete(self, plan: Plan) -> bool:
+        """Tries to complete a plan; False if it has been given up in the meantime."""
+        if self.completed or self.plan != plan:
+            return False
+        self.completed = True
+        return True
+
+    def adopt(self, plan: Plan) -> None:
+        """The complete result of a plan was fetched from another peer, after our own attempts had been given up."""
+        self.plan, self.completed = plan, True
+
+    def _problem(self, plan: Plan, offer: Offer, coordinator: PeerId) -> str | None:
+        if self.completed:
+            return "the round is complete here"
+        if (plan.run, plan.tag, plan.revision) != (offer.run, offer.tag, offer.revision):
+            return "the plan is for another round"
+        if plan.coordinator != coordinator:
+            return "the plan is another coordinator's"
+        if plan.ballot <= self.promised:
+            return "a higher ballot has been accepted"
+        if plan.base != offer.base:
+            return "the plan builds on another state"
+        if plan.length != offer.length:
+            return "the plan is for vectors of another length"
+        if self._peer not in plan.members:
+            return "the plan does not include this peer"
+        if plan.weights[plan.members.index(self._peer)] != offer.weight:
+            return "the plan gives this peer another weight"
+        return None

@@ -1,0 +1,391 @@
+"""The coordination of one round by one peer, without any input or output.
+
+Facts go in (`ready`, `gone`, `accepted`, `failed`, …), `poll` decides and returns what to send. Every peer that is
+asked keeps a `Coordinator` for the round, but it only acts while the caller says that it leads; until then it queues
+those who are ready.
+
+Phases:
+- *collecting*: from the first ready peer until all live ones are, or the grace time is over;
+- *running*: a plan is out. It ends well when every member holds the result. When a member is lost or reports a failure
+  before anybody holds the result, the next plan goes out without the culprit; when somebody holds it already, the plan
+  is called off and the others fetch the result. Every attempt has a time limit and every failed one costs a member, so
+  a round ends;
+- *over*: `holder` names a peer with the result, and whoever is still here is sent there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal, TypeVar
+
+import attrs
+from attrs.validators import ge, gt
+
+from protocol.identity import PeerId
+from protocol.plan import MAX_ATTEMPT, Ballot, Plan, coordinators
+from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
+from protocol.transport import Address
+from protocol.wire import Message
+
+
+@attrs.frozen(kw_only=True)
+class RoundTimes:
+    """How long rounds wait for what, in seconds."""
+
+    grace: float = attrs.field(default=10.0, validator=gt(0))
+    """How long the first ready peer waits for the others."""
+    slack: float = attrs.field(default=2.0, validator=ge(0))
+    """What the coordinator waits beyond the grace that it announces: time to compute and to deliver a contribution."""
+    stall: float = attrs.field(default=10.0, validator=gt(0))
+    """A peer from which nothing came for so long, although it should have, counts as failed."""
+    settle: float = attrs.field(default=1.0, validator=gt(0))
+    """How long further reports are gathered after the first one that an attempt failed. More than a round trip."""
+    poll: float = attrs.field(default=0.5, validator=gt(0))
+    """How often the membership is looked at while a round is being collected."""
+    slowest: float = attrs.field(default=65536.0, validator=gt(0))
+    """Bytes per second below which a link is not worth waiting for; bounds the time of an attempt."""
+    hop: float = attrs.field(default=0.5, validator=gt(0))
+    """Longest latency of one step around the ring that is worth waiting for."""
+    keep: int = attrs.field(default=3, validator=ge(1))
+    """Results that are kept for peers that missed them."""
+
+    def transfer(self, length: int) -> float:
+        """Longest that a transfer of `length` fp32 elements may take."""
+        return self.stall + 4 * length / self.slowest
+
+    def attempt(self, length: int, members: int) -> float:
+        """Longest that a member works on one attempt: each element comes by twice, in 2(n-1) steps."""
+        return self.stall + self.transfer(2 * length) + 2 * members * self.hop
+
+
+@attrs.frozen
+class Candidate:
+    """What a ready peer brings."""
+
+    weight: float
+    length: int
+    base: bytes
+    tried: frozenset[PeerId]
+
+
+@attrs.frozen
+class View:
+    """What the coordinating peer knows at the moment of a decision."""
+
+    live: frozenset[PeerId]
+    """Live, synchronised members, ourselves included; without those that this round could not reach."""
+    leading: bool
+    """Whether it is up to us to coordinate."""
+    rank: int
+    base: bytes | None
+    """Digest of our own state before the round; None if we are not there yet."""
+
+
+@attrs.frozen
+class Send:
+    """A message for a ready peer."""
+
+    peer: PeerId
+    message: Message
+
+
+@attrs.frozen
+class Announce:
+    """A live peer that is not ready is to be told with `RoundOpen`."""
+
+    peer: PeerId
+
+
+@attrs.frozen
+class Aborted:
+    """An attempt failed."""
+
+    plan: Plan
+    reason: str
+
+
+Action = Send | Announce | Aborted
+Answer = Literal["asked", "noted", "led", "gone"]
+_T = TypeVar("_T", int, bytes)
+
+
+@attrs.frozen
+class _Report:
+    suspect: PeerId
+    progress: int
+
+
+class Coordinator:
+    """See the module's docstring. Times are the caller's, in seconds, and only compared with each other."""
+
+    def __init__(self, *, run: bytes, tag: str, revision: int, peer: PeerId, times: RoundTimes) -> None:
+        self._run, self._tag, self._revision, self._peer, self._times = run, tag, revision, peer, times
+        self._actions: list[Action] = []
+        self._candidates: dict[PeerId, Candidate] = {}
+        self._heard = 0
+        self.plan: Plan | None = None
+        self.closes: float | None = None
+        """When the window closes; None before it opens."""
+        self.holder: PeerId | None = None
+        """Set when the round is over: a peer that holds its result."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.plan = self.closes = self.holder = None
+        self._blamed: set[PeerId] = set()
+        self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
+        self._answers: dict[PeerId, Answer] = {}
+        self._refusals: Counter[PeerId] = Counter()
+        self._rival: PeerId | None = None
+        self._begin_attempt(0.0)
+
+    def _begin_attempt(self, limit: float) -> None:
+        self._accepted: set[PeerId] = set()
+        self._holders: set[PeerId] = set()
+        self._refused: set[PeerId] = set()
+        self._reports: dict[PeerId, _Report] = {}
+        self._settles: float | None = None
+        self._limit = limit
+
+    # Facts.
+
+    @property
+    def candidates(self) -> frozenset[PeerId]:
+        """Those who are ready and have not been sent away."""
+        return frozenset(self._candidates)
+
+    def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
+        """A peer is ready, and has accepted no higher ballot than `heard`."""
+        self._candidates[peer] = candidate
+        self._heard = max(self._heard, heard.attempt)
+
+    def gone(self, peer: PeerId) -> None:
+        """A ready peer's stream has ended."""
+        self._candidates.pop(peer, None)
+
+    def answered(self, peer: PeerId, answer: Answer) -> None:
+        """What came of an `Announce`: noted, led by another coordinator (we wait for it), or gone (we do not)."""
+        if peer in self._answers:
+            self._answers[peer] = answer
+
+    def accepted(self, peer: PeerId, ballot: Ballot) -> None:
+        if self.plan is not None and ballot == self.plan.ballot:
+            self._accepted.add(peer)
+
+    def rejected(self, peer: PeerId, ballot: Ballot, promised: Ballot) -> None:
+        self._heard = max(self._heard, promised.attempt)
+        if self.plan is not None and ballot == self.plan.ballot:
+            self._refused.add(peer)
+            self._refusals[peer] += 1
+
+    def failed(self, peer: PeerId, ballot: Ballot, suspect: PeerId, progress: int, now: float) -> None:
+        """A member cannot go on, and blames a neighbour."""
+        plan = self.plan
+        if plan is None or ballot != plan.ballot or peer not in plan.members or suspect not in plan.members:
+            return
+        self._reports.setdefault(peer, _Report(suspect, progress))
+        if self._settles is None:
+            self._settles = now + self._times.settle
+
+    def completed(self, peer: PeerId, ballot: Ballot, plan_id: bytes) -> None:
+        """A member holds the complete result of a plan, which need not be the latest."""
+        self._candidates.pop(peer, None)
+        plan = self.plan
+        if plan is None:
+            self._rival = peer
+        elif ballot == plan.ballot:
+            if plan_id == plan.id:
+                self._holders.add(peer)
+        elif peer in plan.members:
+            self._rival = peer  # the plan that is out can never complete, see protocol.ballots
+
+    def finished_elsewhere(self, holder: PeerId) -> None:
+        """Some peer has the result of this round; nothing is to be done any more unless a plan is out."""
+        if self.plan is None:
+            self._rival = holder
+
+    def reopen(self) -> None:
+        """The holder of the result is lost, and the result with it: the round begins again."""
+        self._reset()
+
+    def step_down(self, leader: PeerId, addresses: tuple[Address, ...]) -> bool:
+        """Another peer leads: those who can reach it are sent there. False when it is too late for that."""
+        if self.plan is not None or self.holder is not None:
+            return False
+        for peer, candidate in tuple(self._candidates.items()):
+            if leader not in candidate.tried and peer != leader:
+                self._dismiss(peer, Redirect(leader, addresses))
+        self.closes = None
+        self._answers.clear()
+        return True
+
+    # Decisions.
+
+    @property
+    def deadline(self) -> float:
+        """When `poll` is due even if nothing happens."""
+        if self.holder is not None:
+            return float("inf")
+        if self.plan is not None:
+            return self._limit if self._settles is None else min(self._settles, self._limit)
+        return float("inf") if self.closes is None else self.closes
+
+    def poll(self, now: float, view: View) -> list[Action]:
+        """Decides on all that is known, and returns what is to be done about it, in order."""
+        if self.holder is None:
+            if self._rival is not None:
+                self._finish(self._rival)
+            elif self.plan is not None:
+                self._supervise(self.plan, now, view)
+            elif view.leading:
+                self._collect(now, view)
+        if self.holder is not None:
+            self._send_away_late(self.holder)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _collect(self, now: float, view: View) -> None:
+        fit = self._fit(view)
+        if not fit:
+            self.closes = None
+            return
+        if self.closes is None:
+            self.closes = now + self._times.grace + self._times.slack
+        awaited = {peer for peer in view.live - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
+        for peer in sorted(awaited - self._answers.keys() - {self._peer}):
+            self._answers[peer] = "asked"
+            self._actions.append(Announce(peer))
+        busy = any(self._answers.get(peer) == "led" for peer in awaited)
+        over = now >= self.closes + (self._times.attempt(self._length(fit), len(view.live)) if busy else 0)
+        if over or not awaited:
+            self._propose(now, view)
+
+    def _fit(self, view: View) -> dict[PeerId, Candidate]:
+        """The candidates that can be in one plan. Those on another branch are sent away, with our digest."""
+        if not self._candidates:
+            return {}
+        base = view.base if view.base is not None else _most_common(c.base for c in self._candidates.values())
+        for peer, candidate in tuple(self._candidates.items()):
+            if candidate.base != base:
+                self._dismiss(peer, Forked(base))
+        fit = {peer: candidate for peer, candidate in self._candidates.items() if peer not in self._blamed}
+        length = self._length(fit)
+        return {peer: candidate for peer, candidate in fit.items() if candidate.length == length}
+
+    def _length(self, fit: dict[PeerId, Candidate]) -> int:
+        """Our own length if we are ready, else what most have."""
+        if self._peer in fit:
+            return fit[self._peer].length
+        return _most_common(candidate.length for candidate in fit.values()) if fit else 0
+
+    def _propose(self, now: float, view: View) -> None:
+        previous = self.plan
+        fit = self._fit(view)
+        if not fit or self._heard >= MAX_ATTEMPT:
+            self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
+            return
+        members = coordinators(self._run, self._revision, fit, tag=self._tag)
+        self._heard += 1
+        plan = Plan(
+            run=self._run,
+            tag=self._tag,
+            revision=self._revision,
+            base=fit[members[0]].base,
+            attempt=self._heard,
+            rank=view.rank,
+            coordinator=self._peer,
+            members=tuple(members),
+            weights=tuple(fit[peer].weight for peer in members),
+            length=self._length(fit),
+        )
+        self.plan = plan
+        # Members notice stalls first; the limit is for those who notice nothing.
+        self._begin_attempt(
+            now + self._times.attempt(plan.length, len(members)) + self._times.stall + self._times.settle
+        )
+        for peer in members:
+            self._actions.append(Send(peer, Propose(plan)))
+        if previous is not None:
+            for peer in previous.members:
+                if peer in self._candidates and peer not in fit:
+                    self._actions.append(Send(peer, CallOff(previous.ballot, None)))
+
+    def _supervise(self, plan: Plan, now: float, view: View) -> None:
+        waiting = set(plan.members) - self._holders
+        if not waiting:
+            self._finish(min(self._holders))
+            return
+        lost = waiting - self._candidates.keys()
+        settled = self._settles is not None and now >= self._settles
+        late = now >= self._limit
+        if not (lost or self._refused or settled or late):
+            return
+        if self._holders:
+            self._finish(min(self._holders))
+            return
+        if lost:
+            culprits, reason = lost, "lost"
+        elif self._refused:
+            # A second chance for the attempt number to go past what they have promised to others.
+            culprits, reason = {peer for peer in self._refused if self._refusals[peer] > 2}, "refused the plan"
+        elif settled:
+            culprits, reason = self._culprits(plan), "failed in the ring"
+        else:
+            culprits = waiting - self._accepted - {self._peer} or waiting - {self._peer} or waiting
+            reason = "out of time"
+        self._blamed |= culprits
+        names = ", ".join(sorted(peer.short for peer in culprits or self._refused))
+        self._actions.append(Aborted(plan, f"{names} {reason}"))
+        self._propose(now, view)
+
+    def _culprits(self, plan: Plan) -> set[PeerId]:
+        """Who is at the root of the reports.
+
+        One stuck member starves the whole ring, so that everybody blames its left neighbour in the end. The root is
+        blamed by others but has no report of its own, or has not even accepted; if several or none are like that, it
+        is the one whose accuser starved first, that is, has received least.
+
+        If it is us, we take it for a bad link, and the accuser has to go: one end of a broken link must, or it would
+        break every attempt. If then another member accuses us, it is us after all.
+        """
+        least: dict[PeerId, tuple[int, int, PeerId]] = {}
+        for accuser, report in self._reports.items():
+            key = (report.progress, plan.members.index(accuser), accuser)
+            least[report.suspect] = min(key, least.get(report.suspect, key))
+        suspects = (
+            {peer for peer in least if peer not in self._accepted}
+            or {peer for peer in least if peer not in self._reports}
+            or set(least)
+        )
+        root = min(suspects, key=lambda peer: least[peer])
+        if root != self._peer:
+            return {root}
+        if self._accusers:
+            self._blamed -= self._accusers
+            return {self._peer}
+        self._accusers = {least[root][2]}
+        return set(self._accusers)
+
+    def _finish(self, holder: PeerId) -> None:
+        self.holder = holder
+        if self.plan is None:
+            return
+        for peer in self.plan.members:
+            if peer in self._candidates:
+                self._actions.append(Send(peer, CallOff(self.plan.ballot, holder)))
+
+    def _send_away_late(self, holder: PeerId) -> None:
+        members = self.plan.members if self.plan is not None else ()
+        for peer in tuple(self._candidates):
+            if peer not in members:
+                self._dismiss(peer, Ahead(self._revision, holder))
+
+    def _dismiss(self, peer: PeerId, message: Message) -> None:
+        self._candidates.pop(peer, None)
+        self._actions.append(Send(peer, message))
+
+
+def _most_common(values: Iterable[_T]) -> _T:
+    counts = Counter(values)
+    return min(counts, key=lambda value: (-counts[value], value))

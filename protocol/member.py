@@ -1,0 +1,210 @@
+"""A member's side of one round under one coordinator.
+
+The member follows the plans that the coordinator sends, as `protocol.ballots` allows, carries each out until the next
+one comes, and reports. It is done when it holds the result: from its own ring, or fetched from a peer that the
+coordinator names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import attrs
+import torch
+import trio
+
+from protocol.ballots import Acceptor, Offer
+from protocol.collective import Reduced
+from protocol.coordinator import RoundTimes
+from protocol.errors import Behind, Fork, PeerGone, RoundAborted, ShoalError
+from protocol.identity import PeerId
+from protocol.plan import Plan
+from protocol.round_messages import (
+    Accepted,
+    Ahead,
+    CallOff,
+    Completed,
+    Failed,
+    Forked,
+    Propose,
+    Queued,
+    Redirect,
+    Rejected,
+)
+from protocol.sessions import Line
+from protocol.transfer import Transfer
+from protocol.wire import Message
+
+
+class Redirected(ShoalError):
+    """Another peer coordinates the round."""
+
+    def __init__(self, message: Redirect) -> None:
+        super().__init__(f"{message.coordinator.short} coordinates the round")
+        self.coordinator = message.coordinator
+        self.addresses = message.addresses
+
+
+@attrs.define(eq=False, kw_only=True)
+class Work:
+    """What this peer brings to a round, and what the round has cost it so far, over all coordinators."""
+
+    values: torch.Tensor
+    offer: Offer
+    started: float
+    attempts: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def count(self, transfer: Transfer) -> None:
+        self.bytes_sent += transfer.bytes_sent
+        self.bytes_received += transfer.bytes_received
+
+
+class Member:
+    """One stay with one coordinator.
+
+    Args:
+        line: The conversation with the coordinator, begun with `Ready`.
+        work: Our contribution.
+        acceptor: Our ballots for the round, kept over all coordinators.
+        begin: Makes a transfer for a plan and starts it, in a task that outlives this object.
+        fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
+        keep: Told of the result as soon as it is complete.
+        report: Told of attempts that began (no reason) and failed (with a reason).
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        work: Work,
+        acceptor: Acceptor,
+        times: RoundTimes,
+        *,
+        begin: Callable[[Plan], Transfer],
+        fetch: Callable[[PeerId], Awaitable[Reduced | None]],
+        keep: Callable[[Reduced], None],
+        report: Callable[[Plan, str | None], None],
+    ) -> None:
+        self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
+        self._begin, self._fetch, self._keep, self._report = begin, fetch, keep, report
+        self._transfer: Transfer | None = None
+        self._reduced: Reduced | None = None
+        self._error: ShoalError | None = None
+        self._sending = trio.Lock()
+
+    async def run(self) -> Reduced:
+        """Stays until the round is complete here.
+
+        Raises:
+            Redirected: Another peer coordinates.
+            Behind: The round was finished without us.
+            Fork: The coordinator builds on another state.
+            RoundAborted: The result could not be fetched from the peer that has it.
+            ShoalError: The coordinator is lost, or stuck, or refuses.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                try:
+                    await self._listen()
+                except ShoalError as error:
+                    self._error = error
+                nursery.cancel_scope.cancel()
+        finally:
+            if self._reduced is None:
+                self._drop("the coordinator is lost")
+        if self._reduced is not None:
+            return self._reduced
+        raise self._error or PeerGone("the coordinator said nothing more")
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self._line.receive(
+                Queued, Propose, CallOff, Redirect, Ahead, Forked, timeout=self._times.stall
+            )
+            match message:
+                case Queued():
+                    pass
+                case Propose(plan):
+                    await self._follow(plan)
+                case CallOff():
+                    await self._call_off(message)
+                case Redirect():
+                    raise Redirected(message)
+                case Ahead(revision, holder):
+                    raise Behind(holder, max(revision, self._work.offer.revision))
+                case Forked(base):
+                    offer = self._work.offer
+                    raise Fork(self._line.peer, offer.revision - 1, ours=offer.base, theirs=base)
+
+    async def _follow(self, plan: Plan) -> None:
+        refusal = self._acceptor.accept(plan, self._work.offer, self._line.peer)
+        if refusal is not None:
+            await self._send(Rejected(plan.ballot, refusal.ballot, refusal.reason))
+            return
+        self._drop("another attempt")
+        self._work.attempts += 1
+        self._report(plan, None)
+        self._transfer = self._begin(plan)
+        self._nursery.start_soon(self._watch, self._transfer)
+        await self._send(Accepted(plan.ballot))
+
+    async def _call_off(self, message: CallOff) -> None:
+        if self._acceptor.completed:
+            return  # too late, and the coordinator is about to learn that
+        self._acceptor.renounce(message.ballot)
+        if self._acceptor.plan is None:
+            self._drop("called off")
+        if message.holder is None:
+            return
+        reduced = await self._fetch(message.holder)
+        if reduced is None or reduced.plan.base != self._work.offer.base:
+            raise RoundAborted(f"{message.holder.short} completed the round, but its result cannot be had")
+        self._acceptor.adopt(reduced.plan)
+        await self._conclude(reduced)
+
+    async def _watch(self, transfer: Transfer) -> None:
+        """Waits for the end of one attempt and tells the coordinator."""
+        await transfer.settled.wait()
+        plan = transfer.plan
+        if transfer is not self._transfer:
+            return
+        if transfer.failure is not None:
+            with contextlib.suppress(ShoalError):  # the listening task will notice
+                await self._send(Failed(plan.ballot, transfer.failure.suspect, transfer.segments))
+        elif self._acceptor.complete(plan):
+            self._work.count(transfer)
+            reduced = Reduced(
+                plan=plan,
+                mean=transfer.mean,
+                contributors=plan.contributors,
+                attempts=self._work.attempts,
+                bytes_sent=self._work.bytes_sent,
+                bytes_received=self._work.bytes_received,
+                seconds=trio.current_time() - self._work.started,
+                weight=plan.weight,
+            )
+            await self._conclude(reduced)
+
+    async def _conclude(self, reduced: Reduced) -> None:
+        self._reduced = reduced
+        self._keep(reduced)
+        # The result is ours whether or not the coordinator still hears of it.
+        with contextlib.suppress(ShoalError), trio.move_on_after(self._times.settle):
+            await self._send(Completed(reduced.plan.ballot, reduced.plan.id))
+        self._nursery.cancel_scope.cancel()
+
+    def _drop(self, reason: str) -> None:
+        """Gives up the attempt that is being carried out, if any."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return
+        transfer.abort()
+        self._work.count(transfer)
+        self._report(transfer.plan, transfer.failure.reason if transfer.failure is not None else reason)
+
+    async def _send(self, message: Message) -> None:
+        async with self._sending:
+            await self._line.send(message)

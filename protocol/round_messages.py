@@ -1,0 +1,170 @@
+"""The messages of rounds. See section 6 of `docs/protocol.md`.
+
+A member opens a stream with `Ready` to the peer that it takes for the coordinator of a round, and keeps it open until
+it holds the result: everything the two have to say about the round goes over that stream, in order, and its end tells
+either side that the other is out. `RoundOpen` is a plain request; `RingData` and `FetchResult` begin bulk streams.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.identity import PeerId
+from protocol.plan import Ballot, Hash, Length, Plan, Revision, Tag, Weight
+from protocol.transport import Address
+from protocol.wire import message
+
+MAX_TRIED = 32
+MAX_ADDRESSES = 8
+
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+Reason = Annotated[str, Meta(max_length=200)]
+
+
+@message("round.ready")
+class Ready:
+    """A member is ready for a round. Opens its stream to the coordinator."""
+
+    run: Hash
+    tag: Tag
+    revision: Revision
+    base: Hash
+    weight: Weight
+    length: Length
+    ballot: Ballot
+    """The highest ballot that the member has accepted or renounced in this round."""
+    tried: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_TRIED)]
+    """Better placed coordinators that the member cannot reach: it is not to be sent to them."""
+
+
+@message("round.queued")
+class Queued:
+    """The coordinator has noted the member. Repeated, so that silence means that the coordinator is stuck."""
+
+
+@message("round.redirect")
+class Redirect:
+    """Another peer coordinates this round. Ends the stream."""
+
+    coordinator: PeerId
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
+
+
+@message("round.ahead")
+class Ahead:
+    """The round is finished; `holder` has its result. Ends the stream. Also an answer to `RoundOpen`."""
+
+    revision: Revision
+    """The newest revision that is finished there, at least the one in question."""
+    holder: PeerId
+
+
+@message("round.forked")
+class Forked:
+    """The coordinator's state at the revision before the round is another one. Ends the stream."""
+
+    base: Hash
+
+
+@message("round.propose")
+class Propose:
+    """A plan for the member to accept."""
+
+    plan: Plan
+
+
+@message("round.accepted")
+class Accepted:
+    """The member has accepted the plan with this ballot and begun."""
+
+    ballot: Ballot
+
+
+@message("round.rejected")
+class Rejected:
+    """The member has not accepted the plan with this ballot."""
+
+    ballot: Ballot
+    promised: Ballot
+    reason: Reason
+
+
+@message("round.failed")
+class Failed:
+    """The member cannot finish its part in the ring."""
+
+    ballot: Ballot
+    suspect: PeerId
+    """The neighbour that it blames."""
+    progress: Annotated[int, Meta(ge=0, le=2**40)]
+    """Number of ring segments that had come in: whoever starved first has the least."""
+
+
+@message("round.completed")
+class Completed:
+    """The member holds the complete result of the plan with this ballot. The last thing that a member says."""
+
+    ballot: Ballot
+    plan_id: Hash
+
+
+@message("round.calloff")
+class CallOff:
+    """No plan up to this ballot is to be completed any more.
+
+    With a holder: it has the round's complete result, to be fetched there. Without: the member is left out of the next
+    attempt, and waits.
+    """
+
+    ballot: Ballot
+    holder: PeerId | None
+
+
+@message("round.open")
+class RoundOpen:
+    """The sender coordinates a round, and waits `remaining` seconds more for the receiver to become ready."""
+
+    run: Hash
+    tag: Tag
+    revision: Revision
+    remaining: Seconds
+
+
+@message("round.noted")
+class Noted:
+    """Answer to `RoundOpen`: the receiver may come."""
+
+
+@message("round.led")
+class Led:
+    """Answer to `RoundOpen`: the receiver takes part in the round under another coordinator, perhaps itself."""
+
+    coordinator: PeerId
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
+
+
+@message("ring.data")
+class RingData:
+    """Begins the stream of one member's data to its right neighbour. The segments of the schedule follow as bytes."""
+
+    run: Hash
+    tag: Tag
+    plan_id: Hash
+
+
+@message("round.fetch")
+class FetchResult:
+    """Asks for the kept result of a round."""
+
+    run: Hash
+    tag: Tag
+    revision: Revision
+
+
+@message("round.result")
+class Result:
+    """Answer to `FetchResult`; the mean follows as 4 * plan.length bytes."""
+
+    plan: Plan

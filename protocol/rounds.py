@@ -1,0 +1,489 @@
+"""Rounds: how the members of a run reduce their values to one mean without a master.
+
+`Rounds` is the one object that the rest of the program sees. A member calls `all_reduce` when it is ready for a round
+and gets the mean over all members that were, whoever dies meanwhile; the parts are
+- `plan`, `ballots`, `coordinator`, `ring`: what is decided and computed, without input or output;
+- `member`: taking part under one coordinator; `leadership`: finding the coordinator, or being it;
+- `transfer`: the ring on streams; `sessions`: the conversation between member and coordinator.
+
+All peers that complete a round hold the same plan and the same bits, except for peers that a later plan excluded: see
+`protocol.ballots` for the argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Literal
+
+import attrs
+import torch
+import trio
+
+from protocol.ballots import Offer
+from protocol.collective import Reduced
+from protocol.coordinator import RoundTimes
+from protocol.endpoint import Endpoint, Stream
+from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
+from protocol.identity import PeerId
+from protocol.leadership import Leadership
+from protocol.member import Member, Redirected, Work
+from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
+from protocol.ring import vector_bytes
+from protocol.round_messages import (
+    MAX_ADDRESSES,
+    MAX_TRIED,
+    Ahead,
+    FetchResult,
+    Forked,
+    Noted,
+    Ready,
+    Redirect,
+    Result,
+    RingData,
+    RoundOpen,
+)
+from protocol.sessions import Line, LocalLine, local_lines
+from protocol.transfer import IN_WORKER, READ, RingInbox, Transfer
+from protocol.wire import Message
+
+_LOOKAHEAD = 2
+"""A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
+
+_MAX_REDIRECTS = 16
+
+
+@attrs.frozen(kw_only=True)
+class RoundEvent:
+    """Something happened in a round.
+
+    `round_started`: an attempt that this peer takes part in began. `round_failed`: it failed, or one that this peer
+    coordinates did. `contribution_dropped`: this peer's values were not finite, so it takes part with weight 0.
+    """
+
+    event: Literal["round_started", "round_failed", "contribution_dropped"]
+    round: int
+    attempt: int = 0
+    members: tuple[PeerId, ...] = ()
+    reason: str = ""
+
+
+@attrs.frozen
+class RoundStatistics:
+    """What is going on at a peer at one moment."""
+
+    sessions: int
+    """Ready peers that are waiting or taking part here, ourselves included."""
+    parked: int
+    """Streams of ring data whose plan is not known here yet."""
+    transfers: int
+    """Attempts whose data are being received or sent."""
+    results: int
+    """Results that are kept for others."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sessions or self.parked or self.transfers)
+
+
+class Rounds:
+    """The rounds of one run at one peer.
+
+    Args:
+        endpoint: Carries everything; its handlers for round messages are registered here.
+        run_id: 32 bytes.
+        settings: How long to wait for what.
+        members: Gives the live, synchronised members at the moment; whether it includes ourselves does not matter.
+        report: Called with each `RoundEvent`.
+        tag: Tells concurrent collectives of one run apart.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: bytes,
+        *,
+        settings: RoundTimes,
+        members: Callable[[], Collection[PeerId]],
+        report: Callable[[RoundEvent], None],
+        tag: str = "",
+    ) -> None:
+        self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
+        self._members, self._report = members, report
+        self._inbox = RingInbox(run_id, tag, settings.stall)
+        self._nursery: trio.Nursery | None = None
+        self._tip: int | None = None
+        self._digest = NO_DIGEST
+        self._length: int | None = None
+        self._rounds: dict[int, Leadership] = {}
+        self._results: dict[int, Reduced] = {}
+        self._heard: tuple[int, PeerId] | None = None
+        self._news = trio.Event()
+        self._sessions = 0
+        self._transfers = 0
+        endpoint.handle(Ready, self._on_ready)
+        endpoint.handle(RoundOpen, self._on_open)
+        endpoint.handle(RingData, self._inbox.deliver)
+        endpoint.handle(FetchResult, self._on_fetch)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Owns the tasks of all rounds; runs until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+
+    def _spawn(self, task: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Starts a task, unless everything is being shut down."""
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *arguments)
+
+    # What the local peer holds.
+
+    def committed(self, revision: int, digest: bytes) -> None:
+        """We hold the state `revision` now, by way of the round that made it (or as the founder)."""
+        self._tip, self._digest = revision, digest
+        for number in [number for number in self._rounds if number <= revision]:
+            self._rounds.pop(number).finished()
+        for leadership in self._rounds.values():
+            leadership.wake()
+
+    def adopted(self, revision: int, digest: bytes) -> None:
+        """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
+        self._results.clear()
+        self.committed(revision, digest)
+
+    @property
+    def heard(self) -> tuple[int, PeerId] | None:
+        """The newest revision that some peer is known to hold, and that peer."""
+        return self._heard
+
+    def opened(self, revision: int) -> float | None:
+        """Until when (trio's clock) this peer should be ready for the round that makes `revision`.
+
+        None while nobody else is ready; -inf if others have finished that round. May be called from any thread.
+        """
+        if self._heard is not None and self._heard[0] >= revision:
+            return -math.inf
+        leadership = self._rounds.get(revision)
+        return None if leadership is None else leadership.opened
+
+    async def wait_opened(self, revision: int) -> float:
+        """Waits until others are ready for the round that makes `revision`; see `opened`."""
+        while (deadline := self.opened(revision)) is None:
+            await self._news.wait()
+        await trio.lowlevel.checkpoint()
+        return deadline
+
+    def statistics(self) -> RoundStatistics:
+        """What is going on."""
+        return RoundStatistics(
+            sessions=self._sessions, parked=self._inbox.parked, transfers=self._transfers, results=len(self._results)
+        )
+
+    # Taking part.
+
+    async def all_reduce(
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+    ) -> Reduced:
+        """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
+
+        Args:
+            revision: At least 1. We must hold the state of the revision before.
+            values: 1-D fp32 on the CPU, at least one element. Not changed, and not to be changed meanwhile.
+            weight: What our values count; 0 to take part without contributing.
+            digest: Of the state that the values belong to, that is, revision - 1.
+
+        Raises:
+            Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
+            Fork: The others' state of revision - 1 is not ours.
+            RoundAborted: Nothing came of it; it may be tried again.
+            ValueError: The arguments make no sense.
+        """
+        assert self._nursery is not None, "Rounds.run must be running"
+        _check_arguments(revision, values, weight, digest)
+        if self._tip is None or self._tip < revision - 1:
+            self.committed(revision - 1, digest)
+        self._length = len(values)
+        if self._finished >= revision:
+            raise ValueError(f"revision {revision} is there already")
+        finite = torch.isfinite(values).all
+        if not bool(await trio.to_thread.run_sync(finite) if len(values) >= IN_WORKER else finite()):
+            reason = "the values are not finite"
+            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
+            weight = 0.0
+        offer = Offer(
+            run=self._run, tag=self._tag, revision=revision, base=digest, weight=float(weight), length=len(values)
+        )
+        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+
+    async def _take_part(self, work: Work) -> Reduced:
+        """Goes from one coordinator to the next until one of them finishes the round; the last resort is ourselves."""
+        revision = work.offer.revision
+        redirects, failures = 0, 0
+        while failures <= len(self._members()) + 3:
+            leadership = self._leadership(revision)
+            leader = leadership.next_leader()
+            try:
+                return await self._attend(leadership, work, leader)
+            except (Behind, Fork):
+                raise
+            except Redirected as redirected:
+                redirects += 1
+                target = redirected.coordinator
+                self._endpoint.learn(target, *redirected.addresses)
+                if redirects > _MAX_REDIRECTS or target in leadership.tried:
+                    leadership.lose(leader)
+                leadership.follow(target)
+            except RoundAborted:
+                failures += 1
+            except ShoalError:
+                failures += 1
+                leadership.lose(leader)
+            await trio.lowlevel.checkpoint()
+        raise RoundAborted(f"no coordinator could finish the round for revision {revision}")
+
+    async def _attend(self, leadership: Leadership, work: Work, leader: PeerId) -> Reduced:
+        """One stay with one coordinator."""
+        offer, tried = work.offer, sorted(leadership.tried)[:MAX_TRIED]
+        ready = Ready(
+            run=self._run,
+            tag=self._tag,
+            revision=offer.revision,
+            base=offer.base,
+            weight=offer.weight,
+            length=offer.length,
+            ballot=leadership.acceptor.promised,
+            tried=tuple(tried),
+        )
+        leadership.attending = leader
+        try:
+            async with self._line(leadership, ready, leader) as line:
+                local = isinstance(line, LocalLine)
+
+                def report(plan: Plan, reason: str | None) -> None:
+                    if reason is None or not local:  # as a coordinator we know better why
+                        self._report_attempt(plan, reason)
+
+                return await Member(
+                    line,
+                    work,
+                    leadership.acceptor,
+                    self._times,
+                    begin=lambda plan: self._begin(plan, work),
+                    fetch=lambda holder: self._fetch(holder, offer.revision),
+                    keep=self._keep,
+                    report=report,
+                ).run()
+        finally:
+            leadership.attending = None
+            leadership.wake()
+
+    @contextlib.asynccontextmanager
+    async def _line(self, leadership: Leadership, ready: Ready, leader: PeerId) -> AsyncIterator[Line]:
+        """A conversation with a coordinator, which may be ourselves."""
+        if leader != self._endpoint.peer_id:
+            async with self._endpoint.open(leader, ready) as stream:
+                yield stream
+                with contextlib.suppress(ShoalError):  # the result is here, whatever becomes of the stream
+                    await stream.finish()
+            return
+        final = self._final_answer(leadership, ready, leader)
+        if isinstance(final, Ahead):
+            raise Behind(final.holder, final.revision)
+        ours, theirs = local_lines(leader)
+        self._spawn(self._serve_ourselves, leadership, ready, theirs)
+        try:
+            yield ours
+        finally:
+            ours.close()
+
+    async def _serve_ourselves(self, leadership: Leadership, ready: Ready, line: LocalLine) -> None:
+        try:
+            await self._serve(leadership, ready, line)
+        finally:
+            line.close()
+
+    async def _serve(self, leadership: Leadership, ready: Ready, line: Line) -> None:
+        self._sessions += 1
+        try:
+            await leadership.serve(ready, line)
+        finally:
+            self._sessions -= 1
+
+    def _begin(self, plan: Plan, work: Work) -> Transfer:
+        transfer = Transfer(plan, work.values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
+        self._spawn(self._run_transfer, transfer)
+        return transfer
+
+    async def _run_transfer(self, transfer: Transfer) -> None:
+        self._transfers += 1
+        try:
+            await transfer.run()
+        finally:
+            self._transfers -= 1
+
+    async def _fetch(self, holder: PeerId, revision: int) -> Reduced | None:
+        try:
+            return await self.fetch_result(holder, revision)
+        except ShoalError:
+            return None
+
+    def _keep(self, reduced: Reduced) -> None:
+        self._results[reduced.plan.revision] = reduced
+        for revision in sorted(self._results)[: -self._times.keep]:
+            del self._results[revision]
+        if reduced.plan.revision in self._rounds:
+            self._rounds[reduced.plan.revision].finished()
+
+    def _report_attempt(self, plan: Plan, reason: str | None) -> None:
+        self._report(
+            RoundEvent(
+                event="round_started" if reason is None else "round_failed",
+                round=plan.revision,
+                attempt=plan.attempt,
+                members=plan.members,
+                reason=reason or "",
+            )
+        )
+
+    @property
+    def _finished(self) -> int:
+        """The newest revision that is complete here, committed or not."""
+        return max(-1 if self._tip is None else self._tip, *self._results, -1)
+
+    def _leadership(self, revision: int) -> Leadership:
+        if revision not in self._rounds:
+            self._rounds[revision] = Leadership(
+                revision,
+                endpoint=self._endpoint,
+                run=self._run,
+                tag=self._tag,
+                times=self._times,
+                spawn=self._spawn,
+                members=self._members,
+                base=lambda: self._digest if self._tip == revision - 1 else None,
+                notify=self._spread_news,
+                aborted=self._report_attempt,
+            )
+        return self._rounds[revision]
+
+    def _spread_news(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+    # What others ask.
+
+    def _check_request(self, request: Ready | RoundOpen | FetchResult) -> None:
+        if (request.run, request.tag) != (self._run, self._tag):
+            raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+        if self._tip is None or self._nursery is None:
+            raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
+
+    def _hear(self, revision: int, peer: PeerId) -> None:
+        """A peer holds this revision, or says so."""
+        if peer in self._members() and (self._heard is None or revision > self._heard[0]):
+            self._heard = (revision, peer)
+            self._spread_news()
+
+    async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
+        self._check_request(request)
+        self._hear(request.revision - 1, stream.peer)
+        assert self._tip is not None
+        if request.revision <= self._finished:
+            return Ahead(self._finished, self._endpoint.peer_id)
+        if request.revision > self._tip + _LOOKAHEAD:
+            raise RequestRefused(f"this peer holds revision {self._tip} only", code="behind")
+        leadership = self._leadership(request.revision)
+        final = self._final_answer(leadership, request, stream.peer)
+        if final is None:
+            await self._serve(leadership, request, stream)
+        return final
+
+    def _final_answer(self, leadership: Leadership, ready: Ready, peer: PeerId) -> Ahead | Forked | Redirect | None:
+        """Why a ready peer cannot stay here, or None."""
+        coordinator = leadership.coordinator
+        if coordinator.holder is not None:
+            if coordinator.holder in self._members():
+                return Ahead(ready.revision, coordinator.holder)
+            coordinator.reopen()
+        if self._tip == ready.revision - 1 and ready.base != self._digest:
+            return Forked(self._digest)
+        target = leadership.redirect(peer, ready.tried) if peer != self._endpoint.peer_id else None
+        return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
+
+    async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
+        self._check_request(request)
+        self._hear(request.revision - 1, stream.peer)
+        assert self._tip is not None
+        if request.revision <= self._finished:
+            return Ahead(self._finished, self._endpoint.peer_id)
+        if request.revision > self._tip + _LOOKAHEAD:
+            return Noted()
+        leadership = self._leadership(request.revision)
+        if leadership.coordinator.holder is not None:
+            return Ahead(request.revision, leadership.coordinator.holder)
+        return leadership.announced(stream.peer, request.remaining)
+
+    async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
+        self._check_request(request)
+        reduced = self._results.get(request.revision)
+        if reduced is None:
+            raise RequestRefused(f"no result of revision {request.revision} is kept here", code="unknown_round")
+        await stream.send(Result(reduced.plan))
+        data = vector_bytes(reduced.mean)
+        for start in range(0, data.nbytes, READ):
+            await stream.send_bytes(data[start : start + READ])
+
+    async def fetch_result(self, peer: PeerId, revision: int) -> Reduced:
+        """The result of a round that this peer missed. It is kept, and given to others, as if it were our own.
+
+        Raises:
+            RequestRefused: With code "unknown_round": the peer does not keep it (any more).
+            ShoalError: The peer cannot be reached, is too slow, or sent something else.
+        """
+        started = trio.current_time()
+        times = self._times
+        try:
+            async with self._endpoint.open(peer, FetchResult(self._run, self._tag, revision), bulk=True) as stream:
+                plan = (await stream.receive(Result, timeout=times.stall)).plan
+                if (plan.run, plan.tag, plan.revision) != (self._run, self._tag, revision):
+                    raise ProtocolError(f"{peer.short} sent the result of another round")
+                if self._length is not None and plan.length != self._length:
+                    raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
+                mean = torch.empty(plan.length, dtype=torch.float32)
+                data = vector_bytes(mean)
+                with trio.fail_after(times.transfer(plan.length)):
+                    for start in range(0, data.nbytes, READ):
+                        with trio.fail_after(times.stall):
+                            await stream.receive_into(data[start : start + READ])
+                await stream.finish()
+        except trio.TooSlowError:
+            raise RequestTimeout(f"{peer.short} is too slow to give us the result of revision {revision}") from None
+        reduced = Reduced(
+            plan=plan,
+            mean=mean,
+            contributors=plan.contributors,
+            attempts=plan.attempt,
+            bytes_sent=0,
+            bytes_received=data.nbytes,
+            seconds=trio.current_time() - started,
+            weight=plan.weight,
+        )
+        self._keep(reduced)
+        return reduced
+
+
+def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:
+    if not 1 <= revision <= MAX_REVISION:
+        raise ValueError(f"revisions are made from 1 on, not {revision}")
+    if values.dim() != 1 or values.dtype != torch.float32 or values.device.type != "cpu" or not len(values):
+        raise ValueError("values are a non-empty vector of fp32 numbers on the CPU")
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
+    if len(digest) != len(NO_DIGEST):
+        raise ValueError("a digest has 32 bytes")

@@ -1,0 +1,203 @@
+"""The ring of one attempt on real streams: what `protocol.ring` schedules, moved by two tasks.
+
+One task receives from the left neighbour, adds, and lets the other know; that one sends to the right neighbour whatever
+has become sendable. A transfer that fails keeps its streams open and waits to be aborted: if it tore them down, its
+neighbours would blame it and not the peer that is at fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import attrs
+import torch
+import trio
+
+from protocol.coordinator import RoundTimes
+from protocol.endpoint import Endpoint, Stream
+from protocol.errors import RequestRefused, ShoalError, StreamReset
+from protocol.identity import PeerId
+from protocol.plan import Plan
+from protocol.ring import Ring
+from protocol.round_messages import RingData
+
+MAX_PARKED = 32
+"""Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
+
+READ = 1 << 16
+"""Bytes after which a receiver looks at the clock again: a link with less than this per stall time counts as stuck."""
+
+IN_WORKER = 1 << 20
+"""Elements from which on preparing a vector (a few ms) is worth a worker thread."""
+
+
+@attrs.define(eq=False)
+class _Arrival:
+    stream: Stream
+    taken: trio.Event = attrs.field(factory=trio.Event)
+    over: trio.Event = attrs.field(factory=trio.Event)
+
+
+class RingInbox:
+    """Streams of ring data meet the transfers that want them, whichever comes first."""
+
+    def __init__(self, run: bytes, tag: str, patience: float) -> None:
+        self._run, self._tag = run, tag
+        self._patience = patience
+        self._parked: dict[tuple[bytes, PeerId], _Arrival] = {}
+        self._wanted: dict[tuple[bytes, PeerId], trio.Event] = {}
+
+    @property
+    def parked(self) -> int:
+        """Streams that wait for their plan."""
+        return len(self._parked)
+
+    async def deliver(self, request: RingData, stream: Stream) -> None:
+        """The handler of `RingData`: holds the stream until a transfer has taken it and is done with it."""
+        if (request.run, request.tag) != (self._run, self._tag):
+            raise RequestRefused("another run", code="unknown_run")
+        key = (request.plan_id, stream.peer)
+        if key in self._parked or len(self._parked) >= MAX_PARKED:
+            raise RequestRefused("too many streams of ring data", code="busy")
+        arrival = self._parked[key] = _Arrival(stream)
+        if key in self._wanted:
+            self._wanted[key].set()
+        try:
+            with trio.move_on_after(self._patience):
+                await arrival.taken.wait()
+        finally:
+            self._parked.pop(key, None)
+        if not arrival.taken.is_set():
+            raise RequestRefused("no such plan here", code="unknown_plan")
+        await arrival.over.wait()
+
+    async def take(self, plan_id: bytes, left: PeerId) -> _Arrival:
+        """Waits for the stream of a plan's left neighbour. The caller sets `over` when it is done with it."""
+        key = (plan_id, left)
+        if key not in self._parked:
+            self._wanted[key] = trio.Event()
+            try:
+                await self._wanted[key].wait()
+            finally:
+                del self._wanted[key]
+        arrival = self._parked.pop(key)
+        arrival.taken.set()
+        return arrival
+
+
+@attrs.frozen
+class Failure:
+    """Why a transfer cannot go on."""
+
+    suspect: PeerId
+    reason: str
+
+
+class Transfer:
+    """This peer's part in one attempt. `run` is a task of its own, which never raises but when cancelled.
+
+    Args:
+        plan: The accepted plan, which includes this peer.
+        values: This peer's values; only read.
+    """
+
+    def __init__(
+        self, plan: Plan, values: torch.Tensor, *, endpoint: Endpoint, inbox: RingInbox, times: RoundTimes
+    ) -> None:
+        self.plan = plan
+        self.settled = trio.Event()
+        """Set when the result is complete, or the transfer has failed."""
+        self.failure: Failure | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._values = values
+        self._endpoint, self._inbox, self._times = endpoint, inbox, times
+        self._place = plan.members.index(endpoint.peer_id)
+        self._ring: Ring | None = None
+        self._progress = trio.Event()
+        self._scope = trio.CancelScope()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every reduced element is here."""
+        return self._ring is not None and self._ring.complete
+
+    @property
+    def segments(self) -> int:
+        """Number of segments that have come in."""
+        return 0 if self._ring is None else self._ring.received
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The result, once `complete`."""
+        assert self._ring is not None
+        return self._ring.mean
+
+    def abort(self) -> None:
+        """Ends the transfer; its streams are reset."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
+        plan, times = self.plan, self._times
+        self._scope.deadline = trio.current_time() + times.attempt(plan.length, len(plan.members))
+        with self._scope:
+            if plan.length < IN_WORKER:
+                self._ring = Ring(plan, self._place, self._values)
+            else:
+                self._ring = await trio.to_thread.run_sync(Ring, plan, self._place, self._values)
+            if self._ring.complete:
+                self.settled.set()
+            if len(plan.members) > 1:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._send, self._ring, plan.members[(self._place + 1) % len(plan.members)])
+                    nursery.start_soon(self._receive, self._ring, plan.members[self._place - 1])
+        if trio.current_time() >= self._scope.deadline:
+            self._fail(plan.members[self._place - 1], "the attempt took too long")
+
+    async def _send(self, ring: Ring, right: PeerId) -> None:
+        plan = self.plan
+        try:
+            async with self._endpoint.open(right, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
+                for number in range(ring.outgoing):
+                    while number >= ring.sendable:
+                        self._progress = trio.Event()
+                        await self._progress.wait()
+                    data = ring.segment(number)
+                    await stream.send_bytes(data)
+                    self.bytes_sent += data.nbytes
+                await stream.finish()
+        except ShoalError as error:
+            self._fail(right, str(error))
+
+    async def _receive(self, ring: Ring, left: PeerId) -> None:
+        arrival: _Arrival | None = None
+        try:
+            with trio.fail_after(self._times.stall):
+                arrival = await self._inbox.take(self.plan.id, left)
+            while not ring.complete:
+                target = ring.target()
+                for start in range(0, target.nbytes, READ):
+                    with trio.fail_after(self._times.stall):
+                        await arrival.stream.receive_into(target[start : start + READ])
+                self.bytes_received += target.nbytes
+                ring.filled()
+                self._progress.set()
+            self.settled.set()
+            # Closing before the left neighbour has finished would look to it as if we had given up.
+            with contextlib.suppress(StreamReset):
+                await arrival.stream.receive(RingData)
+        except trio.TooSlowError:
+            self._fail(left, f"nothing came from {left.short} for {self._times.stall:g} s")
+            await trio.sleep_forever()
+        except ShoalError as error:
+            self._fail(left, str(error))
+            await trio.sleep_forever()
+        finally:
+            if arrival is not None:
+                arrival.over.set()
+
+    def _fail(self, suspect: PeerId, reason: str) -> None:
+        if not self.settled.is_set():
+            self.failure = Failure(suspect, reason)
+            self.settled.set()

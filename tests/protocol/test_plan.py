@@ -1,0 +1,128 @@
+"""Plans: identity, shares, the order of coordinators."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.identity import PeerId
+from protocol.plan import NO_BALLOT, Ballot, Plan, coordinators, rank_of
+from protocol.round_messages import Propose
+from protocol.wire import decode, encode
+
+RUN = bytes(range(32))
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def plan(**changes) -> Plan:
+    fields = {
+        "run": RUN,
+        "revision": 3,
+        "attempt": 1,
+        "rank": 0,
+        "coordinator": peer(1),
+        "members": (peer(1), peer(2)),
+        "weights": (1.0, 3.0),
+        "length": 10,
+    }
+    return Plan(**{**fields, **changes})
+
+
+def test_id_is_that_of_the_documented_encoding():
+    members = b"".join(bytes(31) + bytes([number]) for number in (1, 2))
+    encoding = b"shoal-plan-v1" + RUN + struct.pack(">H", 0) + struct.pack(">Q", 3) + bytes(32)
+    encoding += struct.pack(">II", 1, 0) + bytes(peer(1)) + struct.pack(">I", 2) + members
+    encoding += struct.pack(">dd", 1.0, 3.0) + struct.pack(">QH", 10, 4) + b"fp32"
+    assert plan().id == hashlib.sha256(encoding).digest()
+
+
+CHANGES = {
+    "run": bytes(32),
+    "tag": "x",
+    "revision": 4,
+    "base": bytes(31) + b"\1",
+    "attempt": 2,
+    "rank": 1,
+    "coordinator": peer(2),
+    "members": (peer(2), peer(1)),
+    "weights": (3.0, 1.0),
+    "length": 11,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_id_depends_on_every_field(field):
+    assert plan(**{field: CHANGES[field]}).id != plan().id
+
+
+def test_every_field_is_covered_by_the_test_above():
+    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"members": (), "weights": ()},
+        {"members": (peer(1), peer(1))},
+        {"weights": (1.0,)},
+        {"weights": (1.0, -1.0)},
+        {"weights": (1.0, float("nan"))},
+        {"weights": (1.0, float("inf"))},
+    ],
+)
+def test_senseless_plans_are_refused(changes):
+    with pytest.raises(ValueError, match=r"plan|weights"):
+        plan(**changes)
+
+
+def test_travels_in_a_message():
+    assert decode(encode(Propose(plan())), [Propose]) == Propose(plan())
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e15), min_size=1, max_size=8))
+def test_shares_are_fp32_and_sum_to_one(weights):
+    members = tuple(peer(number) for number in range(len(weights)))
+    made = plan(members=members, weights=tuple(weights))
+    assert all(torch.tensor(share, dtype=torch.float32).item() == share for share in made.shares)
+    if made.weight:
+        assert sum(made.shares) == pytest.approx(1, abs=1e-6)
+    else:
+        assert set(made.shares) == {0.0}
+    assert made.contributors == tuple(p for p, w in zip(members, weights, strict=True) if w > 0)
+
+
+def test_alone_means_a_share_of_exactly_one():
+    assert plan(members=(peer(1),), weights=(0.1,)).shares == (1.0,)
+
+
+def test_ballots_are_ordered_by_attempt_then_rank_then_coordinator():
+    ballots = [NO_BALLOT, Ballot(1, 0, peer(9)), Ballot(1, 1, peer(1)), Ballot(1, 1, peer(2)), Ballot(2, 0, peer(1))]
+    assert all(one < two for one, two in itertools.pairwise(ballots))
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 2**256 - 1), min_size=1, max_size=10), st.integers(1, 1000))
+def test_coordinators_do_not_depend_on_the_order_of_peers(numbers, revision):
+    peers = [peer(number) for number in numbers]
+    order = coordinators(RUN, revision, peers)
+    assert order == coordinators(RUN, revision, reversed(peers))
+    assert set(order) == set(peers)
+    # Peers that miss somebody agree on the order of the others.
+    assert coordinators(RUN, revision, order[1:]) == order[1:]
+    assert [rank_of(p, RUN, revision, peers) for p in order] == list(range(len(order)))
+
+
+def test_another_coordinator_in_other_rounds():
+    peers = [peer(number << 248) for number in range(8)]
+    assert len({coordinators(RUN, revision, peers)[0] for revision in range(1, 50)}) > 4

@@ -1,0 +1,164 @@
+"""Rounds in simulated swarms: what must hold whoever dies, stalls or is cut off, and when.
+
+Latency is 50 ms, so a round of four peers is spread over about a second of simulated time: the training ends around
+1.0 s, then Ready, the plan, its acceptance and the six hops of the ring follow. Killing at times 25 ms apart hits every
+phase of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from protocol.plan import coordinators
+
+RUN_ORDER = ["coordinator", "stand-in", "member", "last"]
+
+
+def ranked(swarm, revision: int):
+    """The peers in the order in which they coordinate a round."""
+    run = swarm.run_id
+    return [swarm.by_id(peer) for peer in coordinators(run, revision, [peer.id for peer in swarm.alive])]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+async def test_all_take_part_and_agree(autojump_clock, swarm_of, count):
+    async with swarm_of(count) as swarm:
+        await swarm.progress(3, within=60)
+        for revision in (1, 2, 3):
+            plans = {peer.results[revision].plan.id for peer in swarm.peers}
+            assert len(plans) == 1
+            assert len(swarm.peers[0].results[revision].contributors) == count
+            assert swarm.peers[0].results[revision].attempts == 1
+        assert len({peer.chain[3] for peer in swarm.peers}) == 1
+        swarm.check()
+
+
+@pytest.mark.parametrize("phase", range(24))
+@pytest.mark.parametrize("victim", RUN_ORDER)
+async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):
+    async with swarm_of(4) as swarm:
+        await trio.sleep(1.0 + 0.025 * phase)
+        swarm.kill(ranked(swarm, 1)[RUN_ORDER.index(victim)])
+        await swarm.progress(1, within=15)
+        survivors = swarm.alive
+        assert len({peer.chain[1] for peer in survivors}) == 1
+        await swarm.progress(4, within=60)
+        assert len({peer.chain[4] for peer in survivors}) == 1
+        assert not any(peer.adoptions for peer in survivors)
+        assert len(survivors[0].results[4].contributors) == 3
+        swarm.check()
+
+
+@pytest.mark.parametrize("phase", range(0, 24, 2))
+@pytest.mark.parametrize("victims", [(0, 1), (0, 3), (1, 2), (0, 1, 2)])
+async def test_several_are_killed(autojump_clock, swarm_of, victims, phase):
+    async with swarm_of(5) as swarm:
+        order = ranked(swarm, 1)
+        await trio.sleep(1.0 + 0.03 * phase)
+        for number in victims:
+            swarm.kill(order[number])
+            await trio.sleep(0.04)
+        await swarm.progress(1, within=20)
+        await swarm.progress(4, within=60)
+        survivors = swarm.alive
+        assert len({peer.chain[4] for peer in survivors}) == 1
+        assert len(survivors[0].results[4].contributors) == 5 - len(victims)
+        swarm.check()
+
+
+@pytest.mark.parametrize("phase", range(0, 24, 2))
+@pytest.mark.parametrize("victim", RUN_ORDER)
+async def test_one_is_frozen_and_thaws(autojump_clock, swarm_of, victim, phase):
+    async with swarm_of(4) as swarm:
+        await trio.sleep(1.0 + 0.025 * phase)
+        frozen = ranked(swarm, 1)[RUN_ORDER.index(victim)]
+        swarm.network.stall(frozen.host)
+        frozen.alive = False
+        await swarm.progress(1, within=15)
+        await swarm.progress(3, within=60)
+        frozen.alive = True
+        swarm.network.resume(frozen.host)
+        last = max(peer.revision for peer in swarm.peers)
+        await swarm.progress(last + 3, within=90)
+        assert len({peer.chain[last + 3] for peer in swarm.peers}) == 1
+        assert len(swarm.peers[0].results[last + 3].contributors) == 4
+        swarm.check()
+
+
+@pytest.mark.parametrize("segments", [0, 1, 2, 4])
+@pytest.mark.parametrize("victim", RUN_ORDER)
+async def test_one_sends_nothing_though_it_is_alive(autojump_clock, swarm_of, victim, segments):
+    """The culprit is found although in the end everybody waits for a neighbour, the culprit included."""
+    async with swarm_of(4) as swarm:
+        culprit = ranked(swarm, 2)[RUN_ORDER.index(victim)]
+        await swarm.progress(1, within=15)
+        healthy = culprit.jam_ring(after=segments)
+        await swarm.progress(2, within=40)
+        result = swarm.peers[0].results[2]
+        if victim == "coordinator" and segments == 2:
+            # It blames its accuser first. In the smaller ring, two segments are enough for it to complete.
+            assert len(result.contributors) == 3
+        elif segments < 4:
+            assert set(result.contributors) == {peer.id for peer in swarm.peers} - {culprit.id}
+            # A coordinator takes itself for healthy at first.
+            assert result.plan.attempt == (3 if victim == "coordinator" else 2)
+        else:  # somebody has everything by then, and gives it to the others
+            assert len(result.contributors) == 4
+            assert result.plan.attempt == 1
+        healthy()
+        last = max(peer.revision for peer in swarm.peers)
+        await swarm.progress(last + 3, within=90)
+        assert len({peer.chain[last + 3] for peer in swarm.peers}) == 1
+        assert len(swarm.peers[0].results[last + 3].contributors) == 4
+        swarm.check()
+
+
+@pytest.mark.parametrize("victim", RUN_ORDER[1:])
+async def test_one_accepts_and_then_does_nothing(autojump_clock, swarm_of, victim):
+    async with swarm_of(4) as swarm:
+        culprit = ranked(swarm, 2)[RUN_ORDER.index(victim)]
+        await swarm.progress(1, within=15)
+        healthy = culprit.sleep_in_ring()
+        await swarm.progress(2, within=40)
+        result = next(peer for peer in swarm.peers if peer is not culprit).results[2]
+        assert set(result.contributors) == {peer.id for peer in swarm.peers} - {culprit.id}
+        healthy()
+        await swarm.progress(5, within=90)
+        assert len({peer.chain[5] for peer in swarm.peers}) == 1
+        swarm.check()
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 3), (1, 2), (2, 3)])
+@pytest.mark.parametrize("count", [3, 4])
+async def test_two_cannot_reach_each_other(autojump_clock, swarm_of, count, pair):
+    """One of them goes without contributing, but nobody is lost and rounds go on."""
+    async with swarm_of(count) as swarm:
+        await swarm.progress(1, within=15)
+        one, other = (swarm.peers[number % count].host for number in pair)
+        swarm.network.partition([one], [other])
+        await swarm.progress(6, within=200)
+        swarm.check()
+        swarm.network.heal()
+        await swarm.progress(10, within=200)
+        assert len({peer.chain[10] for peer in swarm.peers}) == 1
+        assert len(swarm.peers[0].results[10].contributors) == count
+        swarm.check()
+
+
+@pytest.mark.parametrize("phase", range(0, 24, 2))
+@pytest.mark.parametrize("cut", [1, 2])
+async def test_partition(autojump_clock, swarm_of, cut, phase):
+    """Both sides go on, and come together again."""
+    async with swarm_of(5) as swarm:
+        await trio.sleep(1.0 + 0.03 * phase)
+        hosts = [peer.host for peer in swarm.peers]
+        swarm.network.partition(hosts[:cut], hosts[cut:])
+        await swarm.progress(3, within=120)
+        swarm.check()
+        swarm.network.heal()
+        last = max(peer.revision for peer in swarm.peers)
+        await swarm.progress(last + 4, within=200)
+        assert len({peer.chain[last + 4] for peer in swarm.peers}) == 1
+        assert len(swarm.peers[0].results[last + 4].contributors) == 5
+        swarm.check()
