@@ -25,6 +25,14 @@ class ShoalError(Exception):
         self.hint = hint
 
 
+class SettingsError(ShoalError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class DataError(ShoalError):
+    """Training data is missing, unreadable, or too small for the run's settings."""
+
+
 class IdentityError(ShoalError):
     """An identity file is missing, damaged, or readable by others."""
 

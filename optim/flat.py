@@ -1,0 +1,99 @@
+"""A model's trainable parameters as one flat fp32 tensor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import attrs
+import torch
+from torch import nn
+
+from protocol.errors import SettingsError
+
+
+@attrs.frozen
+class Slice:
+    """Where one parameter lies in the flat tensor: `flat[start:stop].view(shape)`."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+class FlatParameters:
+    """The trainable parameters of a model, in the order in which the model names them.
+
+    Frozen parameters are left out. Tied ones, the same parameter or the same memory under several names, are taken
+    once, under the first name. Values are written into the tensors that the model already has, so that compiled graphs
+    and optimizers keep working.
+
+    Raises:
+        SettingsError: There is nothing to train, or a parameter whose values are not real floating-point numbers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(_trainable(model))
+        slices, start = [], 0
+        for name, parameter in self._parameters.items():
+            if not parameter.is_floating_point():
+                raise SettingsError(f"parameter {name} is of type {parameter.dtype}, which cannot be averaged")
+            slices.append(Slice(name, parameter.shape, start, start + parameter.numel()))
+            start += parameter.numel()
+        if start == 0:
+            raise SettingsError("the model has no trainable parameters")
+        self.slices: tuple[Slice, ...] = tuple(slices)
+        self.length: int = start
+
+    def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are among the parameters here, be it under another name."""
+        return {_memory(parameter) for parameter in parameters} <= {_memory(ours) for ours in self._parameters.values()}
+
+    def parameters(self) -> Iterator[tuple[Slice, nn.Parameter]]:
+        """The parameters with their places."""
+        return zip(self.slices, self._parameters.values(), strict=True)
+
+    def read(self) -> torch.Tensor:
+        """A copy of the model's values: one-dimensional, fp32, on the CPU."""
+        return self.gather({name: parameter.detach() for name, parameter in self._parameters.items()})
+
+    @torch.no_grad()
+    def write(self, flat: torch.Tensor) -> None:
+        """Copies values into the model, rounding them to its parameters' number formats."""
+        for name, values in self.scatter(flat).items():
+            self._parameters[name].copy_(values)
+
+    def rounded(self, flat: torch.Tensor) -> torch.Tensor:
+        """The values that `read` would return after a `write`. For fp32 models that is `flat` itself."""
+        if all(parameter.dtype == torch.float32 for parameter in self._parameters.values()):
+            return flat
+        named = self.scatter(flat)
+        return self.gather({name: named[name].to(parameter.dtype) for name, parameter in self._parameters.items()})
+
+    def scatter(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views into a flat tensor, by parameter name and in the parameters' shapes."""
+        if flat.shape != (self.length,):
+            raise SettingsError(f"the model has {self.length} trainable values, but was given shape {list(flat.shape)}")
+        return {place.name: flat[place.start : place.stop].view(place.shape) for place in self.slices}
+
+    def gather(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `scatter`: a new flat fp32 tensor on the CPU."""
+        flat = torch.empty(self.length, dtype=torch.float32)
+        for name, values in self.scatter(flat).items():
+            values.copy_(named[name])
+        return flat
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    seen = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and _memory(parameter) not in seen:
+            seen.add(_memory(parameter))
+            yield name, parameter
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What is equal for tensors that are the same memory."""
+    if tensor.numel() == 0:
+        return (id(tensor),)
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())

@@ -1,0 +1,5 @@
+"""`python -m peer` is `shoal`."""
+
+from peer.cli import main
+
+main()

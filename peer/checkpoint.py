@@ -1,0 +1,156 @@
+"""Checkpoints: the committed state and the local optimizer's memory, as safetensors.
+
+A file holds one tensor per parameter (`model.<name>`), one per parameter and outer buffer (`outer.<buffer>.<name>`) and
+the local optimizer's tensors (`inner.<name>`), so that any tool that reads safetensors can use it. A JSON header in the
+file's metadata holds the run's settings and the chain header.
+
+A checkpoint is written under a temporary name, synced to disk and renamed: a crash at any moment leaves the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+
+from optim import FlatParameters, OuterState
+from peer.settings import Settings
+from peer.state import CommittedState, Header
+from protocol.errors import ShoalError
+
+KEPT = 3
+"""Checkpoints that stay in the directory, the newest ones."""
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint cannot be written or read."""
+
+
+@attrs.frozen(eq=False)
+class Checkpoint:
+    """What a checkpoint file holds."""
+
+    settings: Settings
+    state: CommittedState
+    inner: Mapping[str, torch.Tensor]
+    """The local optimizer's tensors, as `Trainer.inner_state` gave them."""
+
+
+def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Path:
+    """Writes a checkpoint and removes all but the newest few.
+
+    Args:
+        directory: Where checkpoints live; made if missing.
+        checkpoint: What to write.
+        layout: The model's parameters by name and place.
+
+    Raises:
+        CheckpointError: The disk is full or the directory cannot be written. Earlier checkpoints are left as they were.
+    """
+    header = checkpoint.state.header
+    path = directory / f"round-{header.revision:08d}.safetensors"
+    temporary = path.with_suffix(".partial")
+    outer = checkpoint.state.outer
+    tensors = {f"model.{name}": values for name, values in layout.scatter(outer.parameters).items()}
+    for buffer, flat in outer.buffers.items():
+        tensors |= {f"outer.{buffer}.{name}": values for name, values in layout.scatter(flat).items()}
+    tensors |= {f"inner.{name}": values for name, values in checkpoint.inner.items()}
+    metadata = {"shoal": json.dumps(_describe(checkpoint, layout))}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(tensors, temporary, metadata)
+        _sync(temporary)
+        temporary.rename(path)
+        _sync(directory)
+        for old in _newest_first(directory)[KEPT:]:
+            old.unlink()
+    except (OSError, safetensors.SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {error}", hint="free some space, or choose another --home"
+        ) from error
+    return path
+
+
+def load_latest(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or None if there is none. Damaged ones are passed over."""
+    for path in _newest_first(directory):
+        try:
+            return load(path)
+        except CheckpointError:
+            continue
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    """Reads one checkpoint and checks its bytes against its digest.
+
+    Raises:
+        CheckpointError: It is unreadable, incomplete, or damaged.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            described = json.loads(file.metadata()["shoal"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        settings = msgspec.convert(described["settings"], Settings)
+        header = Header(
+            run=bytes.fromhex(described["run"]),
+            revision=described["revision"],
+            previous=bytes.fromhex(described["previous"]),
+            plan=bytes.fromhex(described["plan"]),
+            weight=described["weight"],
+            root=bytes.fromhex(described["root"]),
+        )
+        names: Sequence[str] = described["parameters"]
+        outer = OuterState(
+            _join(tensors, "model", names),
+            {buffer: _join(tensors, f"outer.{buffer}", names) for buffer in described["buffers"]},
+        )
+    except (OSError, safetensors.SafetensorError, msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a usable checkpoint: {error}") from error
+    state = CommittedState.seal(header, outer)
+    if state is None:
+        raise CheckpointError(f"{path} is damaged: its contents do not have the digest that it states")
+    inner = {name.removeprefix("inner."): tensor for name, tensor in tensors.items() if name.startswith("inner.")}
+    return Checkpoint(settings, state, inner)
+
+
+def _describe(checkpoint: Checkpoint, layout: FlatParameters) -> dict[str, Any]:
+    header = checkpoint.state.header
+    return {
+        "format": 1,
+        "settings": msgspec.to_builtins(checkpoint.settings),
+        "run": header.run.hex(),
+        "revision": header.revision,
+        "previous": header.previous.hex(),
+        "plan": header.plan.hex(),
+        "weight": header.weight,
+        "root": header.root.hex(),
+        "digest": header.digest.hex(),
+        "parameters": [place.name for place in layout.slices],
+        "buffers": sorted(checkpoint.state.outer.buffers),
+    }
+
+
+def _join(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> torch.Tensor:
+    return torch.cat([tensors[f"{prefix}.{name}"].reshape(-1).to(torch.float32) for name in names])
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    return sorted(directory.glob("round-*.safetensors"), reverse=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

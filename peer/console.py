@@ -1,0 +1,126 @@
+"""What a person sees while a peer runs: a line for what happens and, on a terminal, a live line below them.
+
+Everything goes to standard error; standard output belongs to programs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from peer.text import printable
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from peer.events import Event
+    from peer.status import Status
+
+_REFRESH: Final = 4.0  # times a second
+_SHORT: Final = 8  # characters of a peer id
+
+
+class Console:
+    """Shows events as they come; use it as a context manager.
+
+    Args:
+        status: Gives the current status, for the live line.
+        live: Whether to keep a live line: standard error is a terminal.
+        quiet: Whether to show nothing at all.
+    """
+
+    def __init__(self, status: Callable[[], Status], *, live: bool, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._live: Live | None = _live_line(lambda: summary(status())) if live and not quiet else None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def go_live(self) -> None:
+        """Starts the live line; nothing else may write to the terminal from now on."""
+        if self._live is not None:
+            self._live.start()
+
+    def show(self, event: Event) -> None:
+        """Subscribe this to an event log."""
+        line = describe(event)
+        if line is not None:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """One line for people."""
+        if self._quiet:
+            return
+        if self._live is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._live.console.print(line, markup=False, highlight=False)
+
+
+def describe(event: Event) -> str | None:
+    """An event in words; None for those that only the live line shows."""
+    peer = str(event["peer"])[:_SHORT]
+    reason = printable(str(event.get("reason", "")))
+    match event["event"]:
+        case "started":
+            return f"peer {peer} listens on {event.get('address')}"
+        case "peer_seen":
+            return f"peer {peer} is here"
+        case "peer_lost":
+            return f"peer {peer} is gone: {reason}"
+        case "synced":
+            return f"round {event['round']}: fetched the state ({size(event.get('bytes', 0))})"
+        case "round_committed":
+            count = len(event.get("contributors", ()))
+            peers = f"{count} peer{'' if count == 1 else 's'}"
+            return f"round {event['round']}: work of {peers} averaged in {event.get('seconds', 0.0):.1f} s"
+        case "round_failed":
+            return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
+        case "validation" if event.get("loss") is not None:
+            return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
+        case "banned":
+            return f"peer {peer} is banned: {reason}"
+        case "stopped":
+            return f"stopped: {reason}"
+    return None
+
+
+def summary(status: Status) -> str:
+    """The status on one line."""
+    peers = len(status.neighbours)
+    parts = [status.activity, f"round {status.revision}", f"{peers} other peer{'' if peers == 1 else 's'}"]
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.3f}")
+    if status.tokens_per_second:
+        parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
+    parts.append(f"sent {size(status.bytes_sent)}, received {size(status.bytes_received)}")
+    return " · ".join(parts)
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _live_line(text: Callable[[], str]) -> Live:
+    # rich costs start-up time that commands without a live line should not pay.
+    from rich.console import Console as RichConsole
+    from rich.live import Live
+    from rich.text import Text
+
+    return Live(
+        console=RichConsole(stderr=True),
+        get_renderable=lambda: Text(text(), no_wrap=True, overflow="ellipsis", style="dim"),
+        refresh_per_second=_REFRESH,
+        transient=True,
+        redirect_stdout=False,
+    )

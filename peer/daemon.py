@@ -1,0 +1,304 @@
+"""The daemon: puts a node together from its configuration and runs it."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterable
+
+import attrs
+import torch
+import trio
+
+from dht import DHT, members_key
+from peer import checkpoint
+from peer.checkpoint import Checkpoint
+from peer.data import Corpus
+from peer.events import EventLog
+from peer.home import Home, write_atomically
+from peer.manifest import Manifest
+from peer.membership import Membership
+from peer.node import Compute, Node, in_worker_thread
+from peer.settings import Settings
+from peer.sync import Donor, fetch_manifest
+from peer.ticket import MAX_BOOTSTRAP, Ticket
+from peer.trainer import Trainer
+from protocol.coordinator import RoundTimes
+from protocol.endpoint import Endpoint, Limits
+from protocol.errors import HandshakeError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.identity import PeerId
+from protocol.rounds import RoundEvent, Rounds
+from protocol.tcp import TcpTransport
+from protocol.transport import Address, Transport
+
+BOOK_PERIOD = 1.0
+"""Seconds between two writes of the address book, at least."""
+
+MAX_BOOK = 200
+"""Addresses in the book."""
+
+MEMORY_PER_PARAMETER = 48
+"""Bytes: local and outer parameters, gradients, two moments, momentum, the copy under evaluation, a round's buffers."""
+
+UNSPECIFIED = ("0.0.0.0", "::")
+
+Contact = tuple[PeerId | None, Address]
+
+
+class WrongHome(ShoalError):
+    """The home belongs to another run."""
+
+
+@attrs.frozen(kw_only=True)
+class DaemonConfig:
+    """What a daemon is told by its user. A daemon either founds a run (`manifest`) or joins one (`ticket`)."""
+
+    home: Home
+    listen: Address
+    events: EventLog
+    data: str = "stdlib"
+    announce: Address | None = None
+    device: str = "cpu"
+    threads: int = 1
+    max_upload: int | None = None
+    max_download: int | None = None
+    max_memory: int | None = None
+    manifest: Manifest | None = None
+    ticket: Ticket | None = None
+
+
+async def run_daemon(
+    config: DaemonConfig,
+    *,
+    transport: Transport | None = None,
+    compute: Compute = in_worker_thread,
+    rng: random.Random | None = None,
+    task_status: trio.TaskStatus[Ticket] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Runs a peer until its run is over or it is cancelled.
+
+    Args:
+        config: What to do.
+        transport: How bytes travel; TCP if None.
+        compute: How long computations are run.
+        rng: Spreads load over time and peers; keys never come from it. A fresh one if None.
+        task_status: Started with a ticket, as soon as others can join through this peer.
+
+    Raises:
+        PeerUnreachable: Joining, and nobody answers.
+        HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
+        ShoalError: Data, home, address or settings cannot be used.
+    """
+    torch.set_num_threads(config.threads)
+    daemon = _Daemon(config, transport or TcpTransport(), compute, rng or random.Random())
+    reason = "failed"
+    try:
+        async with trio.open_nursery() as nursery:
+            await daemon.run(nursery, task_status)
+            nursery.cancel_scope.cancel()
+        reason = "finished"
+    except* trio.Cancelled:
+        reason = "cancelled"
+        raise
+    finally:
+        sent, received = daemon.endpoint.bytes_sent, daemon.endpoint.bytes_received
+        config.events.emit("stopped", reason=reason, bytes_sent=sent, bytes_received=received)
+
+
+class _Daemon:
+    def __init__(self, config: DaemonConfig, transport: Transport, compute: Compute, rng: random.Random) -> None:
+        self._config = config
+        self._compute = compute
+        self._home = config.home
+        self._events = config.events
+        self._identity = config.home.identity
+        self._rng = rng
+        self._swarm_key = _swarm_key(config)
+        self.endpoint = Endpoint(
+            self._identity,
+            transport,
+            psk=self._swarm_key,
+            limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
+            rng=self._rng,
+        )
+        self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
+
+    async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
+        config = self._config
+        await nursery.start(self.endpoint.run, config.listen)
+        await nursery.start(self._dht.run)
+        await self._bootstrap()
+        manifest = config.manifest or await self._find_manifest()
+        settings = manifest.settings
+        self._keep_manifest(manifest)
+        corpus = await self._compute(Corpus.open, config.data)
+        trainer = await self._compute(self._make_trainer, settings, corpus)
+        local = await self._compute(self._own_checkpoint, manifest)
+
+        membership = Membership(
+            self.endpoint,
+            self._dht,
+            manifest.run_id,
+            rng=self._rng,
+            limit=settings.limits.peers,
+            allowed=_allowed(settings),
+            seen=lambda peer: self._events.emit("peer_seen", peer=peer),
+            lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
+        )
+        rounds = Rounds(
+            self.endpoint,
+            manifest.run_id,
+            settings=RoundTimes(grace=settings.round.grace),
+            members=membership.partners,
+            report=self._report,
+        )
+        donor = Donor(self.endpoint, manifest.run_id, manifest.dump())
+        await nursery.start(membership.run)
+        await nursery.start(rounds.run)
+        membership.meet(self.endpoint.connected)
+        nursery.start_soon(self._keep_book, membership)
+        self._events.emit(
+            "started",
+            address=str(self._address()),
+            run=manifest.run_id,
+            parameters=trainer.flat.length,
+        )
+        task_status.started(self._ticket(manifest))
+        node = Node(
+            run_id=manifest.run_id,
+            settings=settings,
+            endpoint=self.endpoint,
+            membership=membership,
+            rounds=rounds,
+            donor=donor,
+            trainer=trainer,
+            checkpoints=self._home.checkpoints,
+            events=self._events,
+            compute=self._compute,
+        )
+        await node.run(local, founding=config.manifest is not None)
+
+    async def _bootstrap(self) -> None:
+        """Reaches the peers that the ticket and the address book name."""
+        ticket = self._config.ticket
+        contacts: list[Contact] = list(ticket.bootstrap) if ticket else []
+        contacts += _read_book(self._home)
+        try:
+            await self._dht.bootstrap(contacts)
+        except PeerUnreachable as error:
+            if ticket is None:
+                return  # the founder of a run that everybody has left goes on with it alone
+            if isinstance(error.__cause__, HandshakeError):
+                raise error.__cause__ from None
+            raise PeerUnreachable(
+                f"none of the {len(contacts)} known peers of this run can be reached",
+                hint="check the network, or ask somebody in the run for a fresh ticket",
+            ) from error
+
+    async def _find_manifest(self) -> Manifest:
+        """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""
+        assert self._config.ticket is not None
+        run = self._config.ticket.run_id
+        if self._home.manifest.exists():
+            manifest = Manifest.parse(self._home.manifest.read_text())
+            if manifest.run_id != run:
+                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
+            return manifest
+        problem: ShoalError | None = None
+        members = await self._dht.get(members_key(run))
+        for peer in dict.fromkeys([*self.endpoint.connected, *members]):
+            if peer == self.endpoint.peer_id:
+                continue
+            try:
+                manifest = Manifest.parse(await fetch_manifest(self.endpoint, peer, run))
+            except ShoalError as error:
+                problem = error
+                continue
+            if manifest.run_id == run:
+                return manifest
+            problem = RequestRefused(f"peer {peer} sent the manifest of another run", code="wrong_manifest")
+        raise problem or PeerUnreachable("no peer of this run was found", hint="ask for a fresh ticket")
+
+    def _keep_manifest(self, manifest: Manifest) -> None:
+        if self._home.manifest.exists():
+            if Manifest.parse(self._home.manifest.read_text()).run_id != manifest.run_id:
+                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
+        else:
+            write_atomically(self._home.manifest, manifest.dump().encode())
+
+    def _make_trainer(self, settings: Settings, corpus: Corpus) -> Trainer:
+        trainer = Trainer(settings, corpus, self.endpoint.peer_id, device=self._config.device)
+        needed, limit = trainer.flat.length * MEMORY_PER_PARAMETER, self._config.max_memory
+        if limit is not None and needed > limit:
+            raise ShoalError(
+                f"this run's model needs about {needed >> 20} MiB, and --max-memory allows {limit >> 20} MiB",
+                hint="allow more, or join a run with a smaller model",
+            )
+        return trainer
+
+    def _own_checkpoint(self, manifest: Manifest) -> Checkpoint | None:
+        found = checkpoint.load_latest(self._home.checkpoints)
+        return found if found is not None and found.state.header.run == manifest.run_id else None
+
+    def _report(self, event: RoundEvent) -> None:
+        fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
+        self._events.emit(event.event, **fields)
+
+    def _address(self) -> Address:
+        """Where others reach us, as far as we know."""
+        if self._config.announce is not None:
+            return self._config.announce
+        bound = self.endpoint.address
+        assert bound is not None
+        return Address(_outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
+
+    def _ticket(self, manifest: Manifest) -> Ticket:
+        """A ticket that names us first and then other peers that we know."""
+        others = dict(reversed(self._dht.contacts()))
+        bootstrap = [(self.endpoint.peer_id, self._address()), *others.items()]
+        return Ticket(manifest.run_id, tuple(bootstrap[:MAX_BOOTSTRAP]), self._swarm_key)
+
+    async def _keep_book(self, membership: Membership) -> None:
+        """Writes down whom we know whenever that changes, so that a restart, also after a crash, finds back."""
+        while True:
+            await membership.changes()
+            members = [member.peer for member in membership.others]
+            known = [(peer, address) for peer in members for address in self.endpoint.addresses(peer)]
+            known += self._dht.contacts()
+            if known:
+                entries = [[str(peer), str(address)] for peer, address in dict.fromkeys(known)]
+                await self._compute(write_atomically, self._home.book, json.dumps(entries[:MAX_BOOK]).encode())
+            await trio.sleep(BOOK_PERIOD)
+
+
+def _outward_host() -> str:
+    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def _swarm_key(config: DaemonConfig) -> bytes | None:
+    if config.ticket is not None:
+        return config.ticket.swarm_key
+    private = config.manifest is not None and config.manifest.settings.membership.policy == "private"
+    return config.home.swarm_key() if private else None
+
+
+def _allowed(settings: Settings) -> frozenset[PeerId] | None:
+    if settings.membership.policy != "allow":
+        return None
+    return frozenset(PeerId.parse(text) for text in settings.membership.allow)
+
+
+def _read_book(home: Home) -> Iterable[Contact]:
+    """The peers that were known when this home was last in use. A damaged book is an empty one."""
+    try:
+        return [(PeerId.parse(peer), Address.parse(address)) for peer, address in json.loads(home.book.read_text())]
+    except (OSError, ValueError, TypeError, ShoalError):
+        return []

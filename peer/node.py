@@ -1,0 +1,304 @@
+"""One peer of a run: from finding the state to the last round.
+
+The node owns the training loop. The network lives in trio's thread; whatever computes for longer than a moment (inner
+steps, the outer step, hashing, evaluation, checkpoints) runs in a worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol, TypeVar, TypeVarTuple
+
+import attrs
+import trio
+
+from optim import OuterState
+from peer import checkpoint
+from peer.checkpoint import Checkpoint, CheckpointError
+from peer.events import EventLog
+from peer.membership import Member, Membership
+from peer.settings import Settings
+from peer.state import CommittedState
+from peer.sync import Donor, SyncFailed, fetch_state
+from peer.trainer import StepInfo, Trainer
+from protocol.collective import Reduced
+from protocol.endpoint import Endpoint
+from protocol.errors import Behind, Fork, RoundAborted, ShoalError
+from protocol.identity import PeerId
+from protocol.rounds import Rounds
+
+LINGER = 20.0
+"""Seconds that a peer stays after the last round for those that still lack it."""
+
+RETRY = 1.0
+"""Seconds before something that failed is tried again, unless the members change earlier."""
+
+INNER_EVENT_PERIOD = 1.0
+"""Seconds between two `inner` events."""
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+
+class Compute(Protocol):
+    """How the node runs what takes long: in a worker thread, or in the simulator's way."""
+
+    def __call__(self, function: Callable[[*_Ts], _T], *arguments: *_Ts) -> Awaitable[_T]:
+        """Calls `function(*arguments)` and returns its result. It is not abandoned when cancelled."""
+        ...
+
+
+async def in_worker_thread(function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
+    """The way of real nodes: PyTorch lets go of the interpreter's lock in its kernels."""
+    return await trio.to_thread.run_sync(function, *arguments)
+
+
+@attrs.frozen(kw_only=True)
+class Node:
+    """Takes part in a run until its rounds are over."""
+
+    run_id: bytes
+    settings: Settings
+    endpoint: Endpoint
+    membership: Membership
+    rounds: Rounds
+    donor: Donor
+    trainer: Trainer
+    checkpoints: Path
+    events: EventLog
+    compute: Compute = in_worker_thread
+
+    async def run(self, local: Checkpoint | None, *, founding: bool) -> None:
+        """Finds the state and trains to the last round, or until cancelled.
+
+        Args:
+            local: Our own checkpoint of this run, if there is one.
+            founding: Whether to make the first state if no member has one.
+        """
+        state = await self._first_state(local, founding=founding)
+        if local is not None:
+            await self.compute(self.trainer.restore_inner, local.inner)
+        await self._validate(state)
+        last = self.settings.run.rounds
+        while not last or state.header.revision < last:
+            state = await self._round(state)
+        await self._linger(state)
+
+    async def _first_state(self, local: Checkpoint | None, *, founding: bool) -> CommittedState:
+        """The state to start from: the members' if they have a better one than our checkpoint, else ours."""
+        state = None if local is None else local.state
+        await self._stand_at(state, active=False)
+        await self.membership.settled()
+        while True:
+            newer = await self._fetch_better(state)
+            if newer is not None:
+                return newer
+            if state is not None:
+                return state
+            if founding:
+                outer = await self.compute(self.trainer.initial_state)
+                return await self.compute(CommittedState.genesis, self.run_id, outer)
+            await self.membership.changes()
+
+    async def _round(self, state: CommittedState) -> CommittedState:
+        """One outer round: inner steps, the collective, the commit. Returns the state to go on from."""
+        await self._stand_at(state, active=True)
+        revision = state.header.revision + 1
+        await self.compute(self.trainer.start_round, state.outer, revision, self.membership.partners())
+        await self._inner_steps(revision)
+        contribution = await self.compute(self.trainer.contribution)
+        if not contribution.finite:
+            reason = "our own update was not finite, so it does not count"
+            self.events.emit("round_failed", round=revision, attempt=0, reason=reason)
+        while True:
+            await self.membership.settled()
+            better = await self._fetch_better(state)
+            if better is not None:
+                return better
+            try:
+                reduced = await self.rounds.all_reduce(
+                    revision, contribution.values, contribution.weight, digest=state.header.digest
+                )
+            except Behind as behind:
+                return await self._catch_up(state, behind.peer)
+            except (Fork, RoundAborted) as error:
+                self.events.emit("round_failed", round=revision, attempt=0, reason=str(error))
+                with trio.move_on_after(RETRY):  # until we know more about the others
+                    await self.membership.changes()
+            else:
+                break
+        committed = await self._commit(state, reduced)
+        await self._save(committed)
+        await self._validate(committed)
+        return committed
+
+    async def _inner_steps(self, revision: int) -> None:
+        """Trains until the round's steps are done, the others' patience ends, or there is a better state to fetch."""
+        stop = False
+        meter = _Meter(self.events, trio.lowlevel.current_clock())
+
+        async def watch() -> None:
+            nonlocal stop
+            try:
+                async with trio.open_nursery() as first:
+                    first.start_soon(self._until_deadline, revision, first.cancel_scope)
+                    first.start_soon(self._until_left_behind, first.cancel_scope)
+            finally:
+                stop = True  # also when we are cancelled: the worker thread ends after the step that it is at
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            await self.compute(self._train, lambda: stop, meter.step)
+            nursery.cancel_scope.cancel()
+        meter.flush()
+
+    def _train(self, should_stop: Callable[[], bool], on_step: Callable[[StepInfo], None]) -> None:
+        self.trainer.run(self.settings.algorithm.inner_steps, should_stop=should_stop, on_step=on_step)
+
+    async def _until_deadline(self, revision: int, scope: trio.CancelScope) -> None:
+        """Cancels `scope` when the others, being ready for the round, will wait no longer."""
+        await trio.sleep_until(await self.rounds.wait_opened(revision))
+        scope.cancel()
+
+    async def _until_left_behind(self, scope: trio.CancelScope) -> None:
+        """Cancels `scope` when there is a state that we should rather work on."""
+        while self.membership.better() is None:
+            await self.membership.changes()
+        scope.cancel()
+
+    async def _commit(self, state: CommittedState, reduced: Reduced) -> CommittedState:
+        """Takes the outer step that a round's result asks for."""
+        outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean)
+        committed = await self.compute(_committed, state, outer, reduced)
+        await self._stand_at(committed, active=True)
+        self.events.emit(
+            "round_committed",
+            round=committed.header.revision,
+            attempt=reduced.plan.attempt,
+            members=reduced.plan.members,
+            contributors=reduced.contributors,
+            digest=committed.header.digest,
+            seconds=reduced.seconds,
+            bytes_sent=reduced.bytes_sent,
+            bytes_received=reduced.bytes_received,
+            weight=reduced.weight,
+        )
+        return committed
+
+    async def _catch_up(self, state: CommittedState, holder: PeerId) -> CommittedState:
+        """Others have gone on without us: takes the round's result from one of them, or else their state."""
+        await self._stand_at(state, active=False)
+        try:
+            reduced = await self.rounds.fetch_result(holder, state.header.revision + 1)
+        except ShoalError:
+            reduced = None
+        if reduced is not None and reduced.plan.base == state.header.digest:
+            return await self._commit(state, reduced)
+        self.rounds.adopted(state.header.revision, state.header.digest)  # what was fetched leads from another state
+        await self.membership.settled()
+        return await self._fetch_better(state, branched=holder) or state
+
+    async def _fetch_better(
+        self, state: CommittedState | None, *, branched: PeerId | None = None
+    ) -> CommittedState | None:
+        """Fetches the state of the best branch that the members know, or returns None if ours is that one.
+
+        `branched` is a member that is known to be on another branch than ours.
+        """
+        started = trio.current_time()
+        while True:
+            best = self.membership.better(branched=branched)
+            if best is None or best.tip is None:
+                return None
+            await self._stand_at(state, active=False)
+            received = 0
+
+            def count(length: int) -> None:
+                nonlocal received
+                received += length
+
+            try:
+                found = await fetch_state(
+                    self.endpoint,
+                    self.run_id,
+                    best.tip,
+                    self.membership.holders(best.tip),
+                    elements=self.trainer.flat.length,
+                    progress=count,
+                )
+            except SyncFailed as error:
+                self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))
+                with trio.move_on_after(RETRY):
+                    await self.membership.changes()  # the members may have moved on to the next state
+                continue
+            seconds = trio.current_time() - started
+            tip = found.header.tip
+            self.rounds.adopted(tip.revision, tip.digest)
+            self.events.emit("synced", round=tip.revision, digest=tip.digest, seconds=seconds, bytes=received)
+            return found
+
+    async def _stand_at(self, state: CommittedState | None, *, active: bool) -> None:
+        """Offers our state to others and tells them where we are and whether we take part in rounds."""
+        if state is not None:
+            self.donor.offer(state)
+            self.rounds.committed(state.header.revision, state.header.digest)
+        await self.membership.announce(None if state is None else state.tip, active=active)
+
+    async def _validate(self, state: CommittedState) -> None:
+        loss = await self.compute(self.trainer.evaluate, state.outer)
+        self.events.emit("validation", round=state.header.revision, loss=loss)
+
+    async def _save(self, state: CommittedState) -> None:
+        """Saves a checkpoint. If that fails (a full disk), training goes on with the earlier ones."""
+        inner = await self.compute(self.trainer.inner_state)
+        saved = Checkpoint(self.settings, state, inner)
+        try:
+            await self.compute(checkpoint.save, self.checkpoints, saved, self.trainer.flat)
+        except CheckpointError as error:
+            self.events.emit("checkpoint_failed", round=state.header.revision, reason=str(error))
+
+    async def _linger(self, state: CommittedState) -> None:
+        """Stays for those who lack the last round, as long as they are there and for a limited time."""
+        with trio.move_on_after(LINGER):
+            while any(_lags(member, state) for member in self.membership.others):
+                await self.membership.changes()
+
+
+def _lags(member: Member, state: CommittedState) -> bool:
+    return member.tip is None or member.tip.revision < state.header.revision
+
+
+def _committed(state: CommittedState, outer: OuterState, reduced: Reduced) -> CommittedState:
+    return state.commit(outer, plan=reduced.plan.id, weight=reduced.weight)
+
+
+class _Meter:
+    """Turns inner steps into events, at most one in each period. Called from the worker thread."""
+
+    def __init__(self, events: EventLog, clock: trio.abc.Clock) -> None:
+        self._events = events
+        self._clock = clock
+        self._begun = clock.current_time()
+        self._tokens = 0
+        self._last: StepInfo | None = None
+
+    def step(self, info: StepInfo) -> None:
+        self._tokens += info.tokens
+        self._last = info
+        if self._clock.current_time() - self._begun >= INNER_EVENT_PERIOD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reports what has not been reported yet."""
+        if self._last is None:
+            return
+        now = self._clock.current_time()
+        self._events.emit(
+            "inner",
+            step=self._last.step,
+            loss=self._last.loss,
+            tokens=self._tokens,
+            tokens_per_second=self._tokens / max(now - self._begun, 1e-9),
+        )
+        self._begun, self._tokens, self._last = now, 0, None

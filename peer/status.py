@@ -1,0 +1,157 @@
+"""What a daemon does now, in short: a fold over its events, kept in HOME/status.json for `shoal status`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import msgspec
+import trio
+
+from peer.events import Event, EventLog
+from peer.home import write_atomically
+from protocol.errors import ShoalError
+
+INTERVAL: Final = 1.0  # seconds between two writes at most
+
+
+class StatusError(ShoalError):
+    """There is no status, or it is damaged."""
+
+
+@attrs.frozen(kw_only=True)
+class Status:
+    """A daemon at one moment. What is not known yet is None or 0."""
+
+    pid: int
+    peer: str
+    activity: str = "starting"  # "starting", "synchronising", "training", "averaging", "stopped"
+    since: float = 0.0  # Unix seconds of the first event
+    updated: float = 0.0  # … and of the latest
+    address: str | None = None
+    run: str | None = None  # run id in base32 or hexadecimal, as the daemon's events have it
+    revision: int = 0  # committed rounds
+    digest: str | None = None
+    contributors: int = 0  # in the latest round
+    neighbours: tuple[str, ...] = ()  # peers seen and not lost
+    step: int = 0
+    loss: float | None = None
+    tokens: int = 0  # trained on by this peer
+    tokens_per_second: float = 0.0
+    validation: float | None = None
+    bytes_sent: int = 0  # in rounds
+    bytes_received: int = 0
+    failures: int = 0  # rounds that failed
+    reason: str | None = None  # why it stopped
+
+    def after(self, event: Event) -> Status:
+        """The status once `event` has happened; kinds that it does not know change only the time."""
+        changes = {"updated": event["t"], "since": self.since or event["t"]}
+        return attrs.evolve(self, **changes, **_changes(self, event))
+
+
+def write_status(path: Path, status: Status) -> None:
+    """Replaces the status file in one step.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_atomically(path, msgspec.json.encode(status))
+
+
+def read_status(path: Path) -> Status:
+    """The status that a daemon has left.
+
+    Raises:
+        StatusError: There is none, or it is damaged.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Status)
+    except FileNotFoundError as error:
+        raise StatusError(
+            f"no peer has run in {path.parent}", hint="start one with `shoal join` or `shoal start`, or pass its --home"
+        ) from error
+    except OSError as error:
+        raise StatusError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StatusError(f"{path} is damaged: {error}", hint="a running daemon writes it anew every second") from error
+
+
+class StatusFile:
+    """Follows an event log and keeps the status file up to date, with at most one write a second.
+
+    Args:
+        path: The status file.
+        log: Whose events to follow.
+        peer: The own peer id as text.
+    """
+
+    def __init__(self, path: Path, log: EventLog, peer: str) -> None:
+        self._path = path
+        self._written: Status | None = None
+        self.status = Status(pid=os.getpid(), peer=peer)
+        log.subscribe(self._follow)
+
+    async def run(self) -> None:
+        """Writes until it is cancelled, and then once more. A full disk makes the status stale, nothing worse."""
+        try:
+            while True:
+                self._write()
+                await trio.sleep(INTERVAL)
+        finally:
+            self._write()
+
+    def _follow(self, event: Event) -> None:
+        self.status = self.status.after(event)
+
+    def _write(self) -> None:
+        if self.status is not self._written:
+            self._written = self.status
+            with contextlib.suppress(OSError):
+                write_status(self._path, self.status)
+
+
+def _changes(status: Status, event: Event) -> dict[str, Any]:
+    match event["event"]:
+        case "started":
+            return {"address": event.get("address"), "run": event.get("run"), "activity": "synchronising"}
+        case "synced":
+            return {"activity": "training", "revision": event["round"], "digest": event.get("digest")}
+        case "peer_seen":
+            return {"neighbours": (*_others(status, event), event["peer"])}
+        case "peer_lost" | "banned":
+            return {"neighbours": _others(status, event)}
+        case "round_started":
+            return {"activity": "averaging"}
+        case "round_committed":
+            return {
+                "activity": "training",
+                "revision": event["round"],
+                "digest": event.get("digest"),
+                "contributors": len(event.get("contributors", ())),
+                "bytes_sent": status.bytes_sent + event.get("bytes_sent", 0),
+                "bytes_received": status.bytes_received + event.get("bytes_received", 0),
+            }
+        case "round_failed":
+            return {"activity": "training", "failures": status.failures + 1}
+        case "inner":
+            return {
+                "activity": "training",
+                "step": event["step"],
+                "loss": event["loss"],
+                "tokens": status.tokens + event.get("tokens", 0),
+                "tokens_per_second": event.get("tokens_per_second") or 0.0,
+            }
+        case "validation":
+            return {"validation": event["loss"]}
+        case "stopped":
+            return {"activity": "stopped", "reason": event.get("reason"), "neighbours": ()}
+    return {}
+
+
+def _others(status: Status, event: Event) -> tuple[str, ...]:
+    """The neighbours without the one that `event` is about."""
+    return tuple(peer for peer in status.neighbours if peer != event["peer"])

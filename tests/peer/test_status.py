@@ -1,0 +1,151 @@
+import json
+import os
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from peer.console import Console, describe, size, summary
+from peer.events import EventLog
+from peer.status import Status, StatusError, StatusFile, read_status, write_status
+
+ME = "m" * 52
+STORY = [
+    ("started", {"address": "192.0.2.7:7070", "run": "ab" * 32}),
+    ("peer_seen", {"peer": "a" * 52}),
+    ("peer_seen", {"peer": "b" * 52}),
+    ("peer_seen", {"peer": "a" * 52}),
+    ("synced", {"round": 3, "digest": "00", "seconds": 1.0, "bytes": 5_000_000}),
+    ("inner", {"step": 50, "loss": 2.5, "tokens": 800, "tokens_per_second": 1234.5}),
+    ("inner", {"step": 51, "loss": 2.25, "tokens": 800, "tokens_per_second": 1200.0}),
+    ("round_started", {"round": 4, "attempt": 1, "members": [ME, "a" * 52, "b" * 52]}),
+    ("peer_lost", {"peer": "b" * 52, "reason": "silence"}),
+    ("round_failed", {"round": 4, "attempt": 1, "reason": "a peer died"}),
+    ("round_committed", {"round": 4, "attempt": 2, "members": [ME, "a" * 52], "contributors": [ME, "a" * 52],
+                         "digest": "11", "seconds": 2.0, "bytes_sent": 1000, "bytes_received": 2000, "weight": 5.0}),
+    ("validation", {"round": 4, "loss": 2.125}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def log():
+    with EventLog(None, ME, clock=iter(range(1, 1000)).__next__) as log:
+        yield log
+
+
+def tell(log):
+    for event, fields in STORY:
+        log.emit(event, **fields)
+
+
+def test_the_status_follows_the_events(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    tell(log)
+    status = file.status
+    assert status == Status(
+        pid=os.getpid(), peer=ME, activity="training", since=1, updated=len(STORY), address="192.0.2.7:7070",
+        run="ab" * 32, revision=4, digest="11", contributors=2, neighbours=("a" * 52,), step=51, loss=2.25,
+        tokens=1600, tokens_per_second=1200.0, validation=2.125, bytes_sent=1000, bytes_received=2000, failures=1,
+    )  # fmt: skip
+    log.emit("stopped", reason="the run is over")
+    assert file.status.activity == "stopped"
+    assert file.status.reason == "the run is over"
+    assert file.status.neighbours == ()
+
+
+def test_unknown_events_and_missing_losses_do_no_harm(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    log.emit("comet_seen", tail=True)
+    log.emit("inner", step=1, loss=float("nan"))
+    assert file.status.loss is None
+    assert "loss" not in summary(file.status)
+
+
+def test_a_status_survives_its_file(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    tell(log)
+    write_status(tmp_path / "status.json", file.status)
+    assert read_status(tmp_path / "status.json") == file.status
+    assert json.loads((tmp_path / "status.json").read_text()) == json.loads(json.dumps(attrs.asdict(file.status)))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "peer": "y"}', "\xff"])
+def test_a_damaged_file_is_named(tmp_path, text):
+    (tmp_path / "status.json").write_text(text, "latin-1")
+    with pytest.raises(StatusError, match=r"status\.json is damaged"):
+        read_status(tmp_path / "status.json")
+
+
+def test_no_status_says_how_to_get_one(tmp_path):
+    with pytest.raises(StatusError, match="no peer has run") as caught:
+        read_status(tmp_path / "status.json")
+    assert "shoal join" in caught.value.hint
+
+
+async def test_the_file_is_written_while_it_runs_and_at_the_end(log, tmp_path, autojump_clock):
+    path = tmp_path / "status.json"
+    file = StatusFile(path, log, ME)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(file.run)
+        await trio.testing.wait_all_tasks_blocked()
+        assert read_status(path).activity == "starting"
+        tell(log)
+        await trio.sleep(1.5)
+        assert read_status(path).revision == 4
+        log.emit("stopped", reason="test")
+        nursery.cancel_scope.cancel()
+    assert read_status(path).activity == "stopped"
+
+
+async def test_a_status_that_cannot_be_written_stops_nothing(log, tmp_path, autojump_clock):
+    file = StatusFile(tmp_path / "missing" / "status.json", log, ME)
+    with trio.move_on_after(5) as scope:
+        await file.run()
+    assert scope.cancelled_caught
+
+
+def test_people_get_a_line_for_what_matters(log):
+    said = []
+    log.subscribe(lambda event: said.append(describe(event)))
+    tell(log)
+    assert [line for line in said if line] == [
+        "peer mmmmmmmm listens on 192.0.2.7:7070",
+        "peer aaaaaaaa is here",
+        "peer bbbbbbbb is here",
+        "peer aaaaaaaa is here",
+        "round 3: fetched the state (5.0 MB)",
+        "peer bbbbbbbb is gone: silence",
+        "round 4: attempt 1 failed: a peer died",
+        "round 4: work of 2 peers averaged in 2.0 s",
+        "round 4: validation loss 2.1250 nats per byte",
+    ]
+
+
+def test_the_live_line_does_not_swallow_lines(log, tmp_path, capsys):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    with Console(lambda: file.status, live=True) as console:
+        log.subscribe(console.show)
+        log.emit("started", address="192.0.2.7:7070")
+        console.go_live()
+        log.emit("peer_seen", peer="[bold]abc")
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert "peer mmmmmmmm listens on 192.0.2.7:7070" in stderr
+    assert "peer [bold]ab is here" in stderr
+
+
+def test_strangers_cannot_write_to_the_terminal(log):
+    said = []
+    log.subscribe(lambda event: said.append(describe(event)))
+    log.emit("banned", peer="x" * 52, reason="\x1b[2J\n" + "y" * 1000)
+    (line,) = said
+    assert line.isprintable()
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e9, "2.0 GB"), (3e15, "3000.0 TB")]
+)
+def test_sizes_for_people(count, text):
+    assert size(count) == text

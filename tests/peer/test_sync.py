@@ -1,0 +1,144 @@
+import attrs
+import pytest
+import torch
+import trio
+
+from optim import OuterState
+from peer.state import CommittedState, Tip
+from peer.sync import Donor, RangeReply, RangeRequest, SyncFailed, fetch_manifest, fetch_state
+from protocol import merkle
+from protocol.errors import RequestRefused
+
+RUN = b"r" * 32
+ELEMENTS = 700_000  # with momentum 5.6 MB: six ranges, some of them across tensors
+
+
+@pytest.fixture(scope="module")
+def state():
+    generator = torch.Generator().manual_seed(3)
+    outer = OuterState(
+        torch.randn(ELEMENTS, generator=generator), {"momentum": torch.randn(ELEMENTS, generator=generator)}
+    )
+    return CommittedState.genesis(RUN, outer).commit(outer, plan=b"p" * 32, weight=3.0)
+
+
+def same(one, two):
+    return (
+        one.header == two.header
+        and one.leaves == two.leaves
+        and torch.equal(one.outer.parameters, two.outer.parameters)
+        and torch.equal(one.outer.buffers["momentum"], two.outer.buffers["momentum"])
+    )
+
+
+def donate(endpoint, state, run=RUN):
+    donor = Donor(endpoint, run, "the manifest")
+    if state is not None:
+        donor.offer(state)
+    return donor
+
+
+async def test_a_state_comes_from_several_donors_at_once(autojump_clock, mesh, state):
+    swarm = await mesh(4)
+    newcomer, *donors = swarm.endpoints
+    for endpoint in donors:
+        donate(endpoint, state)
+    sizes = []
+    found = await fetch_state(
+        newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS, progress=sizes.append
+    )
+    assert same(found, state)
+    assert sum(sizes) == 8 * ELEMENTS
+    assert all(donor.bytes_sent > merkle.LEAF for donor in donors)
+
+
+async def test_a_donor_that_dies_is_replaced_by_the_others(autojump_clock, mesh, state):
+    swarm = await mesh(3)
+    newcomer, *donors = swarm.endpoints
+    for endpoint in donors:
+        donate(endpoint, state)
+
+    def kill_one(received):
+        if not donors_killed:
+            donors_killed.append(True)
+            swarm.network.kill("h1")
+
+    donors_killed = []
+    found = await fetch_state(
+        newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS, progress=kill_one
+    )
+    assert same(found, state)
+
+
+async def test_forged_ranges_are_not_taken(autojump_clock, mesh, state):
+    swarm = await mesh(3)
+    newcomer, honest, liar = swarm.endpoints
+    donate(honest, state)
+    forged = attrs.evolve(state.outer, parameters=state.outer.parameters + 1)
+    donate(liar, CommittedState(state.header, forged, state.leaves))
+    found = await fetch_state(newcomer, RUN, state.tip, [liar.peer_id, honest.peer_id], elements=ELEMENTS)
+    assert same(found, state)
+    with pytest.raises(SyncFailed, match="do not have its hash"):
+        await fetch_state(newcomer, RUN, state.tip, [liar.peer_id], elements=ELEMENTS)
+
+
+@pytest.mark.parametrize("lie", ["header", "leaves", "size"])
+async def test_forged_descriptions_are_not_taken(autojump_clock, mesh, state, lie):
+    swarm = await mesh(2)
+    newcomer, liar = swarm.endpoints
+    claimed = state
+    if lie == "header":
+        claimed = attrs.evolve(state, header=attrs.evolve(state.header, weight=4.0))
+    elif lie == "leaves":
+        claimed = attrs.evolve(state, leaves=(bytes(32), *state.leaves[1:]))
+    tip = claimed.tip if lie == "header" else state.tip
+    donate(liar, claimed)
+    asked = Tip(tip.revision, tip.weight, state.header.digest if lie == "header" else tip.digest)
+    elements = 5 if lie == "size" else ELEMENTS
+    with pytest.raises(SyncFailed):
+        await fetch_state(newcomer, RUN, asked, [liar.peer_id], elements=elements)
+
+
+async def test_nobody_has_it(autojump_clock, mesh, state):
+    swarm = await mesh(3)
+    newcomer, *donors = swarm.endpoints
+    donate(donors[0], None)
+    donate(donors[1], state, run=b"x" * 32)
+    with pytest.raises(SyncFailed, match=r"not kept here.*another run"):
+        await fetch_state(newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS)
+    with pytest.raises(SyncFailed, match="none was known"):
+        await fetch_state(newcomer, RUN, state.tip, [], elements=ELEMENTS)
+
+
+async def test_a_fetch_survives_the_donors_next_commit(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    donor = donate(endpoint, state)
+
+    def commit(received):
+        if not committed:
+            committed.append(state.commit(state.outer, plan=bytes(32), weight=1.0))
+            donor.offer(committed[0])
+
+    committed = []
+    found = await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], elements=ELEMENTS, progress=commit)
+    assert same(found, state)
+    assert committed
+
+
+async def test_a_range_beyond_the_end_is_empty(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    donate(endpoint, state)
+    async with newcomer.open(endpoint.peer_id, RangeRequest(RUN, state.tip.digest, 2**40)) as stream:
+        assert (await stream.receive(RangeReply)).length == 0
+
+
+async def test_the_manifest_comes_from_whoever_has_it(autojump_clock, mesh):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    donate(endpoint, None)
+    with trio.fail_after(5):
+        assert await fetch_manifest(newcomer, endpoint.peer_id, RUN) == "the manifest"
+        with pytest.raises(RequestRefused, match="another run"):
+            await fetch_manifest(newcomer, endpoint.peer_id, b"x" * 32)
