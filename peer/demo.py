@@ -71,7 +71,7 @@ class DemoOptions:
 
     peers: int = 4
     rounds: int = 8
-    inner_steps: int = 50
+    inner_steps: int = 100
     data: str = "stdlib"
     keep: Path | None = None
     json: bool = False
