@@ -33,6 +33,9 @@ Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 REDIALS = 3
 """Attempts to reach a member whose connection broke, before it is forgotten."""
 
+SETTLE = 5.0
+"""Seconds that are worth waiting for a member that may have lost its connection only."""
+
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
 
@@ -122,6 +125,7 @@ class Membership:
         self._active = False
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
+        self._awaited: set[PeerId] = set()  # those of them who were here a moment ago, or are with others
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         endpoint.handle(Hello, self._on_hello)
@@ -174,9 +178,14 @@ class Membership:
         await self._changed.wait()
 
     async def settled(self) -> None:
-        """Returns when no member is being dialled or greeted: whoever is absent then is truly out of reach."""
-        while self._greeting:
-            await self._changed.wait()
+        """Returns when whoever should be here is, or has failed to answer: the rest is out of reach for now.
+
+        Waits for the first attempt to greet each peer that was connected, or is connected to another member, but not
+        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds.
+        """
+        with trio.move_on_after(SETTLE):
+            while self._awaited:
+                await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Greets members as they connect, looks for others, and publishes our record, until cancelled."""
@@ -192,8 +201,11 @@ class Membership:
                     elif isinstance(event, PeerConnected) and event.peer in self._members:
                         self.meet([event.peer])
 
-    def meet(self, peers: Iterable[PeerId]) -> None:
-        """Starts to greet these peers in the background, those that are not members yet."""
+    def meet(self, peers: Iterable[PeerId], *, expected: bool = True) -> None:
+        """Starts to greet these peers in the background, those that are not members yet.
+
+        `expected` peers are likely to answer, so that `settled` waits for them.
+        """
         for peer in peers:
             if (
                 self._nursery is not None
@@ -204,6 +216,8 @@ class Membership:
                 and self._may_join(peer)
             ):
                 self._greeting.add(peer)
+                if expected:
+                    self._awaited.add(peer)
                 self._nursery.start_soon(self._greet, peer, REDIALS)
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
@@ -240,11 +254,14 @@ class Membership:
                 except (RequestRefused, ProtocolError):
                     return
                 except ShoalError:
+                    self._awaited.discard(peer)
+                    self._notify()
                     continue
                 self._welcomed(peer, welcome)
                 return
         finally:
             self._greeting.discard(peer)
+            self._awaited.discard(peer)
             self._notify()
 
     def _welcomed(self, peer: PeerId, welcome: Welcome) -> None:
@@ -292,7 +309,7 @@ class Membership:
             for peer in strangers:
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
-            self.meet(strangers)
+            self.meet(strangers, expected=False)
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
 
 
