@@ -1,4 +1,4 @@
-"""A link of given rate, delay, queue and loss, between two network namespaces, in user space: kernels lack netem often.
+"""A link of given rate, delay, queue and loss between two network namespaces, for kernels without netem.
 
     python tests/net/emulator.py NAMESPACE:DEVICE NAMESPACE:DEVICE --rate 100 --delay 25 --loss 1
 
@@ -28,6 +28,9 @@ from collections.abc import Sequence
 CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
+HEADER = 18
+"""Bytes of an Ethernet header, with a VLAN tag."""
+
 BATCH = 256
 """Frames that are taken from one end before the other end gets its turn."""
 
@@ -125,18 +128,23 @@ def carry(directions: Sequence[Direction]) -> None:
             sources[descriptor].take(now)
 
 
-def open_tap(namespace: str, device: str) -> int:
-    """Makes a TAP device in a namespace, for as long as the descriptor is open. Leaves the process in that namespace."""
+def enter(namespace: str) -> None:
+    """Moves the calling thread into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}", "rb") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def open_tap(namespace: str, device: str) -> int:
+    """Makes a TAP device in a namespace, for as long as the descriptor is open. Leaves the thread in that namespace."""
+    enter(namespace)
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TAP | IFF_NO_PI))
     return descriptor
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ends", nargs=2, metavar="NAMESPACE:DEVICE")
@@ -149,8 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(option, nargs="+", type=float, default=[default], help=text)
     parser.add_argument("--mtu", type=int, default=1500, help="bytes, of the devices")
     parser.add_argument("--seed", type=int, default=0, help="of the losses")
-    options = parser.parse_args(arguments)
-    taps = [open_tap(*end.split(":")) for end in options.ends]
+    options = parser.parse_args()
+    if max(map(len, (options.rate, options.delay, options.queue, options.loss))) > 2:
+        parser.error("a link has two directions")
+    near, far = (open_tap(*end.split(":")) for end in options.ends)
     directions = [
         Direction(
             source,
@@ -159,11 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             delay=options.delay[way] / 1e3,
             queue=options.queue[way] / 1e3,
             loss=options.loss[way] / 100,
-            rng=random.Random(f"{options.seed} {index}"),
-            frame=options.mtu + 18,  # the Ethernet header, with a VLAN tag
+            rng=random.Random(options.seed + way),
+            frame=options.mtu + HEADER,
         )
-        for index, (source, destination) in enumerate((taps, taps[::-1]))
-        for way in [-index]  # the last value, which may be the only one, is the way back's
+        for source, destination, way in ((near, far, 0), (far, near, -1))  # the last value is the way back's
     ]
     with contextlib.suppress(PermissionError):
         os.nice(-20)  # a wire does not wait for the machines that it connects

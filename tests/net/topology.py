@@ -10,7 +10,6 @@ process id, and nothing outside of these namespaces is touched. Linux only, as r
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import itertools
 import os
@@ -26,9 +25,9 @@ from pathlib import Path
 import attrs
 
 from peer.child import GUARD
+from tests.net.emulator import enter
 
 PREFIX = "shoal-net-"
-CLONE_NEWNET = 0x40000000
 EMULATOR = Path(__file__).with_name("emulator.py")
 OTHER_PORTS = range(20_000, 30_000)
 """The external ports of a NAT that does not preserve ports; no system picks local ports from here by default."""
@@ -37,7 +36,7 @@ _numbers = itertools.count(1)
 
 
 class Nat(enum.Enum):
-    """What a home's router does to IPv4. All but NONE drop what comes in unasked, silently, and filter IPv6 likewise."""
+    """What a home's router does to IPv4. All but NONE drop what comes in unasked, silently, also of IPv6."""
 
     NONE = "none"
     """It routes: hosts have public addresses."""
@@ -75,7 +74,7 @@ class Namespace:
     """A network namespace, and what runs in it."""
 
     name: str
-    _processes: list[subprocess.Popen[bytes]] = attrs.field(factory=list, init=False)
+    processes: list[subprocess.Popen[bytes]] = attrs.field(factory=list, init=False)
 
     @classmethod
     def make(cls, name: str, *, versions: Sequence[int]) -> Namespace:
@@ -112,13 +111,13 @@ class Namespace:
 
     def adopt(self, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         """Has a process end with the namespace."""
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def socket(
         self, family: socket.AddressFamily = socket.AF_INET, kind: socket.SocketKind = socket.SOCK_STREAM
     ) -> socket.socket:
-        """A socket of this namespace, for this process. (A socket belongs to the namespace of the thread that made it.)"""
+        """A socket in this namespace, for this process: it belongs where the thread was that made it."""
 
         def make() -> None:
             enter(self.name)
@@ -132,9 +131,9 @@ class Namespace:
 
     def remove(self) -> None:
         """Ends everything in the namespace, and removes it."""
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
-        for process in self._processes:
+        for process in self.processes:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
@@ -299,14 +298,6 @@ class Internet:
             raise RuntimeError(f"the link emulator did not start: {log.read_text()}")
         for end, name in ((self.core, port), (namespace, device)):
             end.ip(f"link set {name} txqueuelen 10000")  # the queue is the emulator's, and it may be late
-
-
-def enter(namespace: str) -> None:
-    """Moves the calling thread into a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}", "rb") as file:
-        if libc.setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def start(*command: str | Path, log: Path, stdout: int | None = None) -> subprocess.Popen[bytes]:
