@@ -281,7 +281,7 @@ def sample(
 def demo(
     peers: Annotated[int, typer.Option(min=2, max=64, help="Peers to start with.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the run.")] = 8,
-    inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 50,
+    inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 100,
     data: Annotated[str, typer.Option(metavar="PATH", help="What to train on, or stdlib.")] = "stdlib",
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep all files in this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with the verdict as one line of JSON.")] = False,

@@ -16,14 +16,14 @@ Phases:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, TypeVar
 
 import attrs
 from attrs.validators import ge, gt
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, NO_DIGEST, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
 from protocol.transport import Address
 from protocol.wire import Message
@@ -127,6 +127,8 @@ class Coordinator:
         self.plan: Plan | None = None
         self.closes: float | None = None
         """When the window closes; None before it opens."""
+        self.base = NO_DIGEST
+        """Digest of the state that the candidates build on, once the window is open."""
         self.holder: PeerId | None = None
         """Set when the round is over: a peer that holds its result."""
         self._reset()
@@ -266,6 +268,7 @@ class Coordinator:
         if not self._candidates:
             return {}
         base = view.base if view.base is not None else _most_common(c.base for c in self._candidates.values())
+        self.base = base
         for peer, candidate in tuple(self._candidates.items()):
             if candidate.base != base:
                 self._dismiss(peer, Forked(base))
@@ -283,6 +286,7 @@ class Coordinator:
         previous = self.plan
         fit = self._fit(view)
         if not fit or self._heard >= MAX_ATTEMPT:
+            self._release(previous, fit)
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
         members = coordinators(self._run, self._revision, fit, tag=self._tag)
@@ -291,7 +295,7 @@ class Coordinator:
             run=self._run,
             tag=self._tag,
             revision=self._revision,
-            base=fit[members[0]].base,
+            base=self.base,
             attempt=self._heard,
             rank=view.rank,
             coordinator=self._peer,
@@ -306,6 +310,10 @@ class Coordinator:
         )
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
+        self._release(previous, fit)
+
+    def _release(self, previous: Plan | None, fit: Collection[PeerId]) -> None:
+        """Tells the members of the last attempt that are not in the next one to give it up."""
         if previous is not None:
             for peer in previous.members:
                 if peer in self._candidates and peer not in fit:
