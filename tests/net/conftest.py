@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from peer.child import Child
-from tests.net.topology import Host, Internet, missing, sweep
+from tests.net.topology import Host, Internet, missing, missing_port_mapper, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 4711
@@ -25,6 +25,14 @@ def namespaces():
     if reason is not None:
         pytest.skip(reason)
     sweep()
+
+
+@pytest.fixture(scope="session")
+def port_mapping(namespaces):
+    """Skips tests where routers cannot offer port mapping."""
+    reason = missing_port_mapper()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture
@@ -68,9 +76,9 @@ class NetSwarm:
         letters = random.Random(5)
         self._text.write_text("".join(letters.choice("abcdefgh \n") for _ in range(60_000)))
 
-    async def found(self, host, *, settings=MODEL):
+    async def found(self, host, *, inner_steps=20):
         """Starts the founder; returns when its ticket is there. The run ends when the test does."""
-        run = f"{settings} --inner-steps 10 --grace 5 --outer-momentum 0.5"
+        run = f"{MODEL} --inner-steps {inner_steps} --grace 5 --outer-momentum 0.5"
         founder = self._start(host, "start", *run.split())
         await self.until(founder.child.read_ticket)
         return founder

@@ -54,6 +54,7 @@ async def test_peer_that_is_cut_off_is_left_behind_and_catches_up(internet, net_
 async def test_peers_train_over_a_home_line(internet, net_swarm):
     near = internet.host("near")
     far = internet.host("far", link=Link(rate=(100.0, 100.0), delay=25.0))
-    await net_swarm.found(near, settings="--layers 2 --width 128 --heads 2 --context 16 --batch 2")
+    # Rounds that are longer than it takes to fetch a state over this line.
+    await net_swarm.found(near, inner_steps=300)
     net_swarm.join(far)
     await net_swarm.rounds_together(net_swarm.peers, ROUNDS)

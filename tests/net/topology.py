@@ -196,6 +196,21 @@ class Home:
     gateway: str
     """The router's address inside, IPv4 if it has one."""
 
+    def offer_port_mapping(self, directory: Path) -> None:
+        """Has the router answer UPnP-IGD and NAT-PMP, as home routers do; see `missing_port_mapper`.
+
+        Args:
+            directory: For the daemon's files.
+        """
+        files = directory / f"{self.router.name}.miniupnpd"
+        files.mkdir()
+        tables = files / "tables"
+        tables.write_text(_PORT_MAPPING_TABLES)
+        self.router.run("nft", "-f", tables)
+        configuration = files / "configuration"
+        configuration.write_text(_PORT_MAPPING_DAEMON)
+        self.router.start("miniupnpd", "-d", "-f", configuration, "-P", files / "pid", log=files / "log")
+
 
 class Internet:
     """Makes networks, and removes them in the end. Also a context manager.
@@ -349,6 +364,15 @@ def missing() -> str | None:
     return None
 
 
+def missing_port_mapper() -> str | None:
+    """Why routers cannot offer port mapping on this machine; None if they can."""
+    absent = [tool for tool in ("nft", "miniupnpd") if shutil.which(tool) is None]
+    # There is another miniupnpd, for iptables; it would not find the tables that this one is told of.
+    return (
+        f"not installed: {', '.join(absent)} (Debian: apt-get install miniupnpd-nftables nftables)" if absent else None
+    )
+
+
 def _namespaces() -> list[str]:
     try:
         return os.listdir("/run/netns")
@@ -405,3 +429,27 @@ _TARGETS: dict[Nat, str] = {
     Nat.OTHER_PORT: f"-j MASQUERADE --to-ports {OTHER_PORTS.start}-{OTHER_PORTS.stop - 1}",
     Nat.SYMMETRIC: "-j MASQUERADE --random-fully",
 }
+
+_PORT_MAPPING_TABLES = """
+table inet miniupnpd {
+    chain forward { type filter hook forward priority -25; policy accept; }
+    chain prerouting { type nat hook prerouting priority dstnat; policy accept; }
+    chain postrouting { type nat hook postrouting priority srcnat; policy accept; }
+}
+"""
+_PORT_MAPPING_DAEMON = """
+ext_ifname=wan
+listening_ip=lan
+enable_upnp=yes
+enable_natpmp=yes
+secure_mode=yes
+http_port=5000
+uuid=5f0b1c1e-6f0e-4a53-9d0f-5b6a4f6f7a10
+upnp_table_name=miniupnpd
+upnp_nat_table_name=miniupnpd
+upnp_forward_chain=forward
+upnp_nat_chain=prerouting
+upnp_nat_postrouting_chain=postrouting
+allow 1024-65535 192.168.1.0/24 1024-65535
+deny 0-65535 0.0.0.0/0 0-65535
+"""
