@@ -22,10 +22,12 @@ SHELLS = {
     "protocol/identity.py",
     "protocol/member.py",
     "protocol/memory.py",
+    "protocol/portmap.py",
     "protocol/rounds.py",
     "protocol/sessions.py",
     "protocol/tcp.py",
     "protocol/transfer.py",
+    "protocol/upnp.py",
     "dht/node.py",
     "dht/service.py",
 }
