@@ -88,7 +88,7 @@ class Grant:
         host = ipaddress.ip_address(self.external.host)
         if not self.external.port or not self.lifetime > 0:
             raise MappingFailed("the gateway granted a mapping that is none")
-        if host.is_unspecified or host.is_multicast or str(host) == "255.255.255.255":
+        if host.is_unspecified or host.is_loopback or host.is_multicast or str(host) == "255.255.255.255":
             raise MappingFailed("the gateway has no external address", hint="Is it connected to the internet?")
 
 

@@ -285,8 +285,7 @@ async def default_gateway() -> str | None:
         result = await trio.run_process(command, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
     except OSError:
         return None
-    found = re.search(rb"^\s*gateway: ([0-9.]+)\s*$", result.stdout, re.MULTILINE)
-    return found[1].decode() if found else None
+    return parse_route_get(result.stdout.decode(errors="replace"))
 
 
 def parse_proc_route(text: str) -> str | None:
@@ -301,6 +300,12 @@ def parse_proc_route(text: str) -> str | None:
         if best is None or int(fields[6]) < best[0]:
             best = int(fields[6]), host
     return best[1] if best else None
+
+
+def parse_route_get(text: str) -> str | None:
+    """The gateway in what `route -n get default` says on macOS and BSD."""
+    found = re.search(r"^\s*gateway: ([0-9.]+)\s*$", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 async def _exchange(gateway: Address, request: Callable[[str], bytes], read: Callable[[bytes], _T]) -> _T:
