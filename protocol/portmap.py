@@ -218,9 +218,9 @@ class _Keeper:
     async def remove(self) -> None:
         """Remove what was mapped, and what may just have been."""
         async with trio.open_nursery() as nursery:
-            for router in {self._router, self._trying} - {None}:
-                assert router is not None
-                nursery.start_soon(self._unmap, router)
+            for router in {self._router, self._trying}:
+                if router is not None:
+                    nursery.start_soon(self._unmap, router)
 
     async def _unmap(self, router: Router) -> None:
         with contextlib.suppress(MappingFailed):  # then it ends with its lifetime

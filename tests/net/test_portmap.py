@@ -100,10 +100,20 @@ def mapping_home(internet, tmp_path):
     return MappingHome(internet, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["pcp", "nat-pmp", "upnp"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "pcp",
+        "nat-pmp",
+        pytest.param(
+            "upnp",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("miniupnpc") is None, reason="miniupnpc is not installed (shoal[upnp])"
+            ),
+        ),
+    ],
+)
 async def test_mapped_port_leads_in_until_exit(mapping_home, method):
-    if method == "upnp" and importlib.util.find_spec("miniupnpc") is None:
-        pytest.skip("miniupnpc is not installed (pip install shoal[upnp])")
     outside = (mapping_home.home.hosts[0].public, PORT)
     assert mapping_home.greeting_from(outside) is None
     program = mapping_home.start_mapper(method)
