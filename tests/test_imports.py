@@ -24,11 +24,13 @@ SHELLS = {
     "protocol/leadership.py",
     "protocol/member.py",
     "protocol/memory.py",
+    "protocol/portmap.py",
     "protocol/rounds.py",
     "protocol/sessions.py",
     "protocol/stream.py",
     "protocol/tcp.py",
     "protocol/transfer.py",
+    "protocol/upnp.py",
     "dht/node.py",
     "dht/service.py",
 }
