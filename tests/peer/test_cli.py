@@ -22,7 +22,7 @@ from peer.options import parse_size
 from peer.settings import DataSettings, RunSettings, Settings
 from peer.status import read_status
 from peer.ticket import Ticket
-from protocol.errors import HandshakeError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, SettingsError, ShoalError
 from protocol.identity import Identity, PeerId
 from protocol.transport import Address
 
@@ -134,6 +134,8 @@ def test_usage_errors(shoal, daemon, arguments):
         (HandshakeError("wrong swarm key", hint="mend it"), 4),
         (RequestRefused("banned\x1b[2J", code="banned", hint="mend it"), 4),
         (ManifestError("model.layers = 0: must be >= 1", hint="mend it"), 4),
+        (DataError("the run trains on text that each peer brings", hint="mend it"), 2),
+        (SettingsError("impossible", hint="mend it"), 2),
         (
             ExceptionGroup("", [ValueError(), ExceptionGroup("", [PeerUnreachable("nobody answers", hint="mend it")])]),
             3,
@@ -492,3 +494,26 @@ def test_a_second_signal_kills(process):
     daemon.send_signal(signal.SIGINT)
     daemon.communicate(timeout=30)
     assert daemon.returncode == -signal.SIGINT  # and not 130, which it would be two seconds later
+
+
+STARTING = """
+import sys, time, types
+import peer.cli
+
+def slow(name):
+    print("starting", flush=True)
+    time.sleep(60)
+
+sys.modules["peer.daemon"] = types.SimpleNamespace(DaemonConfig=None, run_daemon=None)
+peer.cli._device = slow
+peer.cli.main()
+"""
+
+
+def test_sigterm_ends_a_daemon_that_is_still_starting(tmp_path):
+    command = [sys.executable, "-c", STARTING, "join", TICKET.encode(), "--home", str(tmp_path / "home")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().endswith("starting\n")
+        process.terminate()
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (0, "")
