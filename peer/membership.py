@@ -2,8 +2,8 @@
 
 The DHT is where members find each other: each publishes a signed record under the run's key. From then on they talk
 directly: every member keeps a connection to every other, says hello on it, learns the others' members from the answer,
-and is told when a member's tip or readiness changes. A member whose connection breaks is redialled a few times and then
-forgotten until the DHT, or another member, names it again.
+and is told when a member's tip or readiness changes. A member whose connection breaks is redialled a few times at once,
+and then now and again: after a partition, the DHT may have fallen apart as well, and nobody else may know both sides.
 
 What a member says about itself is a claim that steers who is asked first; states and results are verified where they
 are fetched. A member whose claim turns out to be empty is passed over for a while, ever longer: see `doubt`.
@@ -54,6 +54,9 @@ DOUBTS = 3
 
 LONGEST_DOUBT = 3600.0
 """Seconds."""
+
+MAX_FORMER = 64
+"""Members that were lost and are dialled again now and then, the last ones."""
 
 MAX_REMEMBERED = 4096
 """Peers whose empty claims, or unreachability, are remembered."""
@@ -173,6 +176,7 @@ class Membership:
         # Those of them who were here a moment ago, or are with others, and until when they are worth waiting for.
         self._awaited: dict[PeerId, float] = {}
         self._avoided: dict[PeerId, float] = {}  # until when
+        self._former: dict[PeerId, bool] = {}  # members that were lost
         self._doubts: dict[PeerId, _Doubt] = {}
         self.refusal: RequestRefused | None = None
         """Why the last peer of this run that did not take us for a member refused."""
@@ -406,6 +410,7 @@ class Membership:
         since = trio.current_time() if known is None else known.since
         self._members[peer] = Member(peer, tip, status.active, status.number, since)
         if known is None:
+            self._former.pop(peer, None)
             self._seen(peer)
         self._notify()
         return True
@@ -420,6 +425,8 @@ class Membership:
     def _forget(self, peer: PeerId, reason: str) -> Member | None:
         member = self._members.pop(peer, None)
         if member is not None:
+            self._former[peer] = True
+            _shorten(self._former, MAX_FORMER)
             self._lost(peer, reason)
             self._notify()
         return member
@@ -435,10 +442,12 @@ class Membership:
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
                 self.meet([peer], expected=False)
+            former = sorted(self._former)
+            self.meet(self._rng.sample(former, min(len(former), STRANGERS)), expected=False)
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
 
 
-def _shorten(remembered: dict[PeerId, _T]) -> None:
+def _shorten(remembered: dict[PeerId, _T], most: int = MAX_REMEMBERED) -> None:
     """Forgets what was remembered first."""
-    while len(remembered) > MAX_REMEMBERED:
+    while len(remembered) > most:
         del remembered[next(iter(remembered))]
