@@ -5,10 +5,12 @@ the local optimizer's tensors (`inner.<name>`), so that any tool that reads safe
 file's metadata holds the run's settings and the chain header.
 
 A checkpoint is written under a temporary name, synced to disk and renamed: a crash at any moment leaves the last one.
+What crashes left half-written, and later revisions of a branch that was given up, go when the next one is saved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -70,10 +72,10 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
         _sync(temporary)
         temporary.rename(path)
         _sync(directory)
-        for old in _newest_first(directory)[KEPT:]:
-            old.unlink()
+        _clean(directory, path)
     except (OSError, safetensors.SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error}", hint="free some space, or choose another --home"
         ) from error
@@ -117,7 +119,7 @@ def load(path: Path) -> Checkpoint:
     except (OSError, safetensors.SafetensorError, msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a usable checkpoint: {error}") from error
     state = CommittedState.seal(header, outer)
-    if state is None:
+    if state is None or header.digest.hex() != described.get("digest"):
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest that it states")
     inner = {name.removeprefix("inner."): tensor for name, tensor in tensors.items() if name.startswith("inner.")}
     return Checkpoint(settings, state, inner)
@@ -146,6 +148,16 @@ def _join(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]
 
 def _newest_first(directory: Path) -> list[Path]:
     return sorted(directory.glob("round-*.safetensors"), reverse=True)
+
+
+def _clean(directory: Path, saved: Path) -> None:
+    """Removes what the checkpoint `saved` makes useless."""
+    for partial in directory.glob("round-*.partial"):
+        partial.unlink()
+    checkpoints = _newest_first(directory)
+    current = checkpoints.index(saved)
+    for old in checkpoints[:current] + checkpoints[current + KEPT :]:
+        old.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -23,7 +23,7 @@ import typer
 
 from peer.options import HomeOptions, NodeOptions, SettingsOptions, spread
 from peer.text import printable
-from protocol.errors import HandshakeError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, SettingsError, ShoalError
 
 if TYPE_CHECKING:
     from peer.home import Home
@@ -65,7 +65,7 @@ def exit_code(error: ShoalError) -> int:
             return REFUSED
         case PeerUnreachable():
             return UNREACHABLE
-        case UsageError() | TicketError() | ManifestError():
+        case UsageError() | TicketError() | ManifestError() | DataError() | SettingsError():
             return USAGE
     return FAILED
 

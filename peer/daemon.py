@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
 from collections.abc import Iterable
+from functools import partial
 
 import attrs
 import torch
@@ -14,19 +16,21 @@ import trio
 from dht import DHT, members_key
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
-from peer.data import Corpus
+from peer.data import STDLIB, Corpus
 from peer.events import EventLog
-from peer.home import Home, write_atomically
+from peer.failure import first_cause
+from peer.home import Home, HomeError, write_atomically
 from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.settings import Settings
+from peer.state import Tip
 from peer.sync import Donor, fetch_manifest
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import HandshakeError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
@@ -38,8 +42,10 @@ BOOK_PERIOD = 1.0
 MAX_BOOK = 200
 """Addresses in the book."""
 
-MEMORY_PER_PARAMETER = 48
-"""Bytes: local and outer parameters, gradients, two moments, momentum, the copy under evaluation, a round's buffers."""
+MEMORY_PER_PARAMETER = 96
+"""Bytes. For good: local parameters, gradients, two moments, the copy under evaluation, the round's anchor (24); outer
+parameters and momentum of two states (16); three results (12). For a moment: a contribution and the ring's buffer (8),
+or the next state and the tensors that a checkpoint is written from (up to 36)."""
 
 UNSPECIFIED = ("0.0.0.0", "::")
 
@@ -48,6 +54,10 @@ Contact = tuple[PeerId | None, Address]
 
 class WrongHome(ShoalError):
     """The home belongs to another run."""
+
+
+class ComputeFailed(ShoalError):
+    """Memory ran out, or a device failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -88,19 +98,24 @@ async def run_daemon(
     Raises:
         PeerUnreachable: Joining, and nobody answers.
         HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
-        ShoalError: Data, home, address or settings cannot be used.
+        DataError, SettingsError: The data are not what the run is about, or settings cannot be used.
+        ComputeFailed: Memory ran out, or a device failed.
+        ShoalError: Home or address cannot be used.
     """
     torch.set_num_threads(config.threads)
     daemon = _Daemon(config, transport or TcpTransport(), compute, rng or random.Random())
-    reason = "failed"
+    reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
             await daemon.run(nursery, task_status)
             nursery.cancel_scope.cancel()
         reason = "finished"
-    except* trio.Cancelled:
-        reason = "cancelled"
-        raise
+    except BaseException as error:
+        cause = _explained(first_cause(error))
+        if cause is error or isinstance(cause, trio.Cancelled):
+            raise
+        reason = str(cause)
+        raise cause from error
     finally:
         sent, received = daemon.endpoint.bytes_sent, daemon.endpoint.bytes_received
         config.events.emit("stopped", reason=reason, bytes_sent=sent, bytes_received=received)
@@ -131,6 +146,14 @@ class _Daemon:
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
         settings = manifest.settings
+        _check_data(settings, config.data)
+        allowed = _allowed(manifest)
+        if allowed is not None and self.endpoint.peer_id not in allowed:
+            raise RequestRefused(
+                "this run admits only the peers on its list",
+                code="not_allowed",
+                hint=f"this peer is {self.endpoint.peer_id}; only the founder of a run can list it",
+            )
         self._keep_manifest(manifest)
         corpus = await self._compute(Corpus.open, config.data)
         trainer = await self._compute(self._make_trainer, settings, corpus)
@@ -141,8 +164,9 @@ class _Daemon:
             self._dht,
             manifest.run_id,
             rng=self._rng,
-            limit=settings.limits.peers,
-            allowed=_allowed(settings),
+            limit=settings.limits.peers - 1,
+            allowed=allowed,
+            plausible=partial(_plausible, settings),
             seen=lambda peer: self._events.emit("peer_seen", peer=peer),
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
@@ -152,8 +176,11 @@ class _Daemon:
             settings=RoundTimes(grace=settings.round.grace),
             members=membership.partners,
             report=self._report,
+            admits=membership.knows,
+            max_weight=settings.limits.weight,
+            suspect=membership.doubt,
         )
-        donor = Donor(self.endpoint, manifest.run_id, manifest.dump())
+        donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows)
         await nursery.start(membership.run)
         await nursery.start(rounds.run)
         membership.meet(self.endpoint.connected)
@@ -177,7 +204,7 @@ class _Daemon:
             events=self._events,
             compute=self._compute,
         )
-        await node.run(local, founding=config.manifest is not None)
+        await node.run(local, founding=manifest.founder == self._identity.public_key)
 
     async def _bootstrap(self) -> None:
         """Reaches the peers that the ticket and the address book name."""
@@ -200,11 +227,11 @@ class _Daemon:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""
         assert self._config.ticket is not None
         run = self._config.ticket.run_id
-        if self._home.manifest.exists():
-            manifest = Manifest.parse(self._home.manifest.read_text())
-            if manifest.run_id != run:
+        own = self._home_manifest()
+        if own is not None:
+            if own.run_id != run:
                 raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
-            return manifest
+            return own
         problem: ShoalError | None = None
         members = await self._dht.get(members_key(run))
         for peer in dict.fromkeys([*self.endpoint.connected, *members]):
@@ -220,12 +247,23 @@ class _Daemon:
             problem = RequestRefused(f"peer {peer} sent the manifest of another run", code="wrong_manifest")
         raise problem or PeerUnreachable("no peer of this run was found", hint="ask for a fresh ticket")
 
+    def _home_manifest(self) -> Manifest | None:
+        path = self._home.manifest
+        try:
+            return Manifest.parse(path.read_text("utf-8")) if path.exists() else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise HomeError(f"{path} cannot be read: {error}", hint="use another --home") from error
+
     def _keep_manifest(self, manifest: Manifest) -> None:
-        if self._home.manifest.exists():
-            if Manifest.parse(self._home.manifest.read_text()).run_id != manifest.run_id:
+        own = self._home_manifest()
+        if own is not None:
+            if own.run_id != manifest.run_id:
                 raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
-        else:
+            return
+        try:
             write_atomically(self._home.manifest, manifest.dump().encode())
+        except OSError as error:
+            raise HomeError(f"{self._home.manifest} cannot be written: {error.strerror}") from error
 
     def _make_trainer(self, settings: Settings, corpus: Corpus) -> Trainer:
         trainer = Trainer(settings, corpus, self.endpoint.peer_id, device=self._config.device)
@@ -261,14 +299,17 @@ class _Daemon:
 
     async def _keep_book(self, membership: Membership) -> None:
         """Writes down whom we know whenever that changes, so that a restart, also after a crash, finds back."""
+        written: list[list[str]] = []
         while True:
             await membership.changes()
             members = [member.peer for member in membership.others]
             known = [(peer, address) for peer in members for address in self.endpoint.addresses(peer)]
             known += self._dht.contacts()
-            if known:
-                entries = [[str(peer), str(address)] for peer, address in dict.fromkeys(known)]
-                await self._compute(write_atomically, self._home.book, json.dumps(entries[:MAX_BOOK]).encode())
+            entries = sorted([str(peer), str(address)] for peer, address in list(dict.fromkeys(known))[:MAX_BOOK])
+            if entries and entries != written:
+                with contextlib.suppress(OSError):  # a full disk is no reason to stop, and the old book is still there
+                    await self._compute(write_atomically, self._home.book, json.dumps(entries).encode())
+                    written = entries
             await trio.sleep(BOOK_PERIOD)
 
 
@@ -290,10 +331,38 @@ def _swarm_key(config: DaemonConfig) -> bytes | None:
     return config.home.swarm_key() if private else None
 
 
-def _allowed(settings: Settings) -> frozenset[PeerId] | None:
-    if settings.membership.policy != "allow":
+def _check_data(settings: Settings, data: str) -> None:
+    """The data that the user gave must be of the kind that the run is about."""
+    if settings.data.source == "text" and data == STDLIB:
+        raise DataError("the run trains on text that each peer brings", hint="say where yours is: --data PATH")
+    if settings.data.source == "stdlib" and data != STDLIB:
+        raise DataError(
+            f"the run trains on the Python standard library, and not on {data}",
+            hint="leave out --data, or join another",
+        )
+
+
+def _allowed(manifest: Manifest) -> frozenset[PeerId] | None:
+    """Who may take part: those on the list, and the founder. None: everybody."""
+    membership = manifest.settings.membership
+    if membership.policy != "allow":
         return None
-    return frozenset(PeerId.parse(text) for text in settings.membership.allow)
+    return frozenset(PeerId.parse(text) for text in membership.allow) | {manifest.founder_id}
+
+
+def _plausible(settings: Settings, tip: Tip) -> bool:
+    """Whether a state with this tip can exist: not beyond the last round, nor with more weight than rounds can give."""
+    limits, rounds = settings.limits, settings.run.rounds
+    return (not rounds or tip.revision <= rounds) and tip.weight <= tip.revision * limits.peers * limits.weight
+
+
+def _explained(error: BaseException) -> BaseException:
+    """What PyTorch and Python say when memory or a device fails, in our words; other errors as they are."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        return ComputeFailed(f"memory ran out: {error}", hint="use a machine, or a device, with more memory")
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error):
+        return ComputeFailed(f"the accelerator failed: {error}", hint="use another --device, or restart the machine")
+    return error
 
 
 def _read_book(home: Home) -> Iterable[Contact]:

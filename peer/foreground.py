@@ -11,13 +11,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import attrs
 import trio
 
+from peer.failure import first_cause
 from peer.ticket import Ticket
-from protocol.errors import ShoalError
 
 if TYPE_CHECKING:
     from peer.status import StatusFile
@@ -63,7 +63,7 @@ def run_in_foreground(daemon: Daemon, status: StatusFile, on_ready: Callable[[Ti
         return trio.run(_attend, daemon, status, on_ready)
     except BaseExceptionGroup as group:
         # Nurseries wrap what their tasks raise; people want the one cause that was raised on purpose.
-        raise _cause(group) from group
+        raise first_cause(group) from group
 
 
 async def _attend(daemon: Daemon, status: StatusFile, on_ready: Callable[[Ticket], None]) -> int:
@@ -107,16 +107,3 @@ class _Departure:
         """The daemon has ended."""
         if self._deadline is not None:
             self._deadline.cancel()
-
-
-def _cause(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first of Shoal's own errors in `group`, or else the first error."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending[:0] = error.exceptions
-        else:
-            leaves.append(error)
-    return next((leaf for leaf in leaves if isinstance(leaf, ShoalError)), leaves[0])

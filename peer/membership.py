@@ -6,14 +6,15 @@ and is told when a member's tip or readiness changes. A member whose connection 
 forgotten until the DHT, or another member, names it again.
 
 What a member says about itself is a claim that steers who is asked first; states and results are verified where they
-are fetched.
+are fetched. A member whose claim turns out to be empty is passed over for a while, ever longer: see `doubt`.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import attrs
 import msgspec
@@ -21,7 +22,7 @@ import trio
 
 from dht import DHT, members_key
 from peer.state import Tip
-from protocol.endpoint import Endpoint, PeerConnected, PeerLost
+from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.stream import Stream
@@ -29,12 +30,33 @@ from protocol.transport import Address
 from protocol.wire import message
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_T = TypeVar("_T")
+
+NOT_ALLOWED, FULL = "not_allowed", "full"  # codes of refusals that end a newcomer's hopes
 
 REDIALS = 3
 """Attempts to reach a member whose connection broke, before it is forgotten."""
 
-SETTLE = 5.0
-"""Seconds that are worth waiting for a member that may have lost its connection only."""
+SETTLE = 3.0
+"""Longest that `settled` waits for a member: one that is still silent after that is no reason to hold up a round."""
+
+AVOIDED = 10.0
+"""Seconds for which a peer that could not be reached, or refused us, is not dialled again because somebody names it."""
+
+STABLE = 5.0
+"""A connection that broke sooner than this after the hello is not made anew at once."""
+
+STRANGERS = 16
+"""Peers from the DHT that are looked up and greeted in one search; anybody can publish a record."""
+
+DOUBTS = 3
+"""Empty claims in a row after which a member is passed over in rounds as well, and not only as a source of states."""
+
+LONGEST_DOUBT = 3600.0
+"""Seconds."""
+
+MAX_REMEMBERED = 4096
+"""Peers whose empty claims, or unreachability, are remembered."""
 
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
@@ -53,15 +75,6 @@ class TipClaim:
 
 
 @attrs.frozen
-class StatusClaim:
-    """What a member says of itself. Of two claims, the one with the higher number is the later one."""
-
-    number: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
-    tip: TipClaim | None
-    active: bool
-
-
-@attrs.frozen
 class KnownMember:
     """A member by name, with where it was last reached."""
 
@@ -69,19 +82,31 @@ class KnownMember:
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=8)]
 
 
+@attrs.frozen
+class Status:
+    """What a member says about itself."""
+
+    count: Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+    """Grows with every change: what is on its way at the same time may arrive in any order."""
+    tip: TipClaim | None
+    """The state that it holds, if any."""
+    active: bool
+    """Whether it takes part in rounds."""
+
+
 @message("member.hello")
 class Hello:
     """A member's first word on a connection, and again whenever its status changes."""
 
     run: Bytes32
-    status: StatusClaim
+    status: Status
 
 
 @message("member.welcome")
 class Welcome:
     """The answer to a hello: the same about us, and the members that we know."""
 
-    status: StatusClaim
+    status: Status
     members: Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=256)]
 
 
@@ -92,7 +117,15 @@ class Member:
     peer: PeerId
     tip: Tip | None
     active: bool
-    number: int
+    count: int = 0
+    since: float = 0.0
+    """When it said hello, on trio's clock."""
+
+
+@attrs.define
+class _Doubt:
+    failures: int = 0
+    until: float = 0.0
 
 
 class Membership:
@@ -105,6 +138,7 @@ class Membership:
         rng: Spreads out what all members would otherwise do at once.
         limit: The most members to keep connections to.
         allowed: Peer ids that may take part, or None for everyone.
+        plausible: Whether a tip can exist in this run at all.
         seen: Called with a member's id when it first says hello on a connection.
         lost: Called with a member's id and a reason when its connection ends.
     """
@@ -118,6 +152,7 @@ class Membership:
         rng: random.Random,
         limit: int = 64,
         allowed: frozenset[PeerId] | None = None,
+        plausible: Callable[[Tip], bool] = lambda tip: True,
         seen: Callable[[PeerId], None] = lambda peer: None,
         lost: Callable[[PeerId, str], None] = lambda peer, reason: None,
     ) -> None:
@@ -127,14 +162,19 @@ class Membership:
         self._rng = rng
         self._limit = limit
         self._allowed = allowed
+        self._plausible = plausible
         self._seen = seen
         self._lost = lost
         self._tip: Tip | None = None
         self._active = False
-        self._number = 0
+        self._count = 0
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
-        self._awaited: set[PeerId] = set()  # those of them who were here a moment ago, or are with others
+        self._awaited: dict[PeerId, float] = {}  # those whose first attempt is under way, and how long it matters
+        self._avoided: dict[PeerId, float] = {}  # until when
+        self._doubts: dict[PeerId, _Doubt] = {}
+        self.refusal: RequestRefused | None = None
+        """Why the last peer of this run that did not take us for a member refused."""
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         endpoint.handle(Hello, self._on_hello)
@@ -144,6 +184,15 @@ class Membership:
         """The members that are connected now, without ourselves, by id."""
         return tuple(self._members[peer] for peer in sorted(self._members))
 
+    @property
+    def active(self) -> bool:
+        """Whether we take part in rounds."""
+        return self._active
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether this peer has said hello and is connected: nobody else is served, or let into rounds."""
+        return peer in self._members
+
     def partners(self) -> list[PeerId]:
         """The members that can make the next round with us, ourselves included: active, and on our branch.
 
@@ -152,7 +201,7 @@ class Membership:
         mine = self._tip
         found = [self._endpoint.peer_id] if self._active else []
         for member in self._members.values():
-            if mine is None or member.tip is None or not member.active:
+            if mine is None or member.tip is None or not member.active or self._doubted(member.peer, DOUBTS):
                 continue
             ahead = member.tip.revision - mine.revision
             if ahead in (-1, 1) or (ahead == 0 and member.tip.digest == mine.digest):
@@ -165,35 +214,62 @@ class Membership:
         A tip that is a single round ahead of ours is most likely the round that we are about to finish, and no reason
         to fetch anything, unless the member is `branched`: known to be on another branch.
         """
-        best: Member | None = None
-        for member in self._members.values():
-            tip = member.tip
-            if tip is None or (self._tip is not None and not tip.beats(self._tip)):
-                continue
-            if self._tip is not None and tip.revision == self._tip.revision + 1 and member.peer != branched:
-                continue
-            if best is None or best.tip is None or tip.beats(best.tip):
-                best = member
+        mine = self._tip
+
+        def is_next(member: Member) -> bool:
+            return mine is not None and member.tip is not None and member.tip.revision == mine.revision + 1
+
+        return self._best(member for member in self._members.values() if member.peer == branched or not is_next(member))
+
+    def ahead(self) -> Member | None:
+        """The member with the best tip if that is better than ours, even if only by the next round. Else None."""
+        return self._best(self._members.values())
+
+    def _best(self, members: Iterable[Member]) -> Member | None:
+        best, best_tip = None, self._tip
+        for member in members:
+            better = member.tip is not None and (best_tip is None or member.tip.beats(best_tip))
+            if better and not self._doubted(member.peer):
+                best, best_tip = member, member.tip
         return best
 
     def holders(self, tip: Tip) -> list[PeerId]:
         """The members that say that they have this very state, in random order."""
-        found = [member.peer for member in self._members.values() if member.tip == tip]
+        found = [m.peer for m in self._members.values() if m.tip == tip and not self._doubted(m.peer)]
         self._rng.shuffle(found)
         return found
+
+    def doubt(self, peer: PeerId, seconds: float = 1.0) -> None:
+        """What this peer said it has could not be had; it has cost us so much time.
+
+        It is passed over for as long, and twice as long after each further failure in a row. It may be honest: states
+        are replaced, and connections break.
+        """
+        doubt = self._doubts.pop(peer, None) or _Doubt()
+        pause = max(1.0, seconds) * 2.0 ** min(doubt.failures, 32)
+        self._doubts[peer] = _Doubt(doubt.failures + 1, trio.current_time() + min(pause, LONGEST_DOUBT))
+        _shorten(self._doubts)
+        self._notify()
+
+    def trust(self, peer: PeerId) -> None:
+        """This peer had what it said."""
+        self._doubts.pop(peer, None)
+
+    def _doubted(self, peer: PeerId, failures: int = 1) -> bool:
+        doubt = self._doubts.get(peer)
+        return doubt is not None and doubt.failures >= failures and trio.current_time() < doubt.until
 
     async def changes(self) -> None:
         """Returns when any member came, went, or changed its status after this call."""
         await self._changed.wait()
 
     async def settled(self) -> None:
-        """Returns when whoever should be here is, or has failed to answer: the rest is out of reach for now.
+        """Returns when no member is being dialled for the first time: whoever is absent then is out of reach.
 
-        Waits for the first attempt to greet each peer that was connected, or is connected to another member, but not
-        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds.
+        That is when it matters most, after a connection has broken. Nobody is waited for longer than `SETTLE`.
         """
-        with trio.move_on_after(SETTLE):
-            while self._awaited:
+        while deadlines := [time for time in self._awaited.values() if time > trio.current_time()]:
+            with trio.move_on_at(min(deadlines)):
                 await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -207,32 +283,35 @@ class Membership:
                 async for event in events:
                     if isinstance(event, PeerLost):
                         self._on_lost(event.peer, event.reason)
-                    elif isinstance(event, PeerConnected) and event.peer in self._members:
-                        self.meet([event.peer])
 
-    def meet(self, peers: Iterable[PeerId], *, expected: bool = True) -> None:
-        """Starts to greet these peers in the background, those that are not members yet.
-
-        `expected` peers are likely to answer, so that `settled` waits for them.
-        """
+    def meet(self, peers: Iterable[PeerId]) -> None:
+        """Starts to greet these peers in the background, those that are not members yet."""
         for peer in peers:
-            if (
-                self._nursery is not None
-                and peer != self._endpoint.peer_id
-                and peer not in self._greeting
-                and peer not in self._members
-                and len(self._members) + len(self._greeting) < self._limit
-                and self._may_join(peer)
-            ):
-                self._greeting.add(peer)
-                if expected:
-                    self._awaited.add(peer)
-                self._nursery.start_soon(self._greet, peer, REDIALS)
+            if self._is_stranger(peer):
+                self._begin_to_greet(peer)
+
+    def _is_stranger(self, peer: PeerId) -> bool:
+        """Whether there is any use in greeting this peer, of whom somebody has told us."""
+        return (
+            peer != self._endpoint.peer_id
+            and peer not in self._greeting
+            and peer not in self._members
+            and self._avoided.get(peer, -math.inf) <= trio.current_time()
+            and self._may_join(peer)
+        )
+
+    def _begin_to_greet(self, peer: PeerId, *, later: bool = False) -> None:
+        if self._nursery is None or len(self._members) + len(self._greeting) >= self._limit:
+            return
+        self._greeting.add(peer)
+        if not later:
+            self._awaited[peer] = trio.current_time() + SETTLE
+        self._nursery.start_soon(self._greet, peer, int(later))
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
         """Sets our status and tells every member, without waiting for those that are slow to hear it."""
         self._tip, self._active = tip, active
-        self._number += 1
+        self._count += 1
         self._notify()
         if self._nursery is not None:
             for peer in self._members:
@@ -245,44 +324,53 @@ class Membership:
         self._changed.set()
         self._changed = trio.Event()
 
-    def _hello(self) -> Hello:
-        return Hello(self._run, self._status())
-
-    def _status(self) -> StatusClaim:
+    def _status(self) -> Status:
         tip = self._tip
         claim = None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)
-        return StatusClaim(self._number, claim, self._active)
+        return Status(self._count, claim, self._active)
 
     async def _tell(self, peer: PeerId) -> None:
+        told = self._count
         try:
-            self._welcomed(peer, self._number, await self._endpoint.request(peer, self._hello(), Welcome))
+            self._welcomed(peer, told, await self._endpoint.request(peer, Hello(self._run, self._status()), Welcome))
+        except RequestRefused as refusal:
+            self._forget(peer, str(refusal))
         except ShoalError:
             return  # a broken connection is reported by the endpoint, and a slow member hears the next announcement
 
-    async def _greet(self, peer: PeerId, attempts: int) -> None:
+    async def _greet(self, peer: PeerId, begun: int) -> None:
+        """Says hello, up to a few times; `begun` is the number of attempts that have failed already."""
         try:
-            for attempt in range(attempts):
+            for attempt in range(begun, begun + REDIALS):
                 if attempt:
                     await trio.sleep(2**attempt * self._rng.uniform(0.5, 1.0))
+                told = self._count
                 try:
-                    told = self._number
-                    welcome = await self._endpoint.request(peer, self._hello(), Welcome)
-                except (RequestRefused, ProtocolError):
-                    return
+                    welcome = await self._endpoint.request(peer, Hello(self._run, self._status()), Welcome)
+                except (RequestRefused, ProtocolError) as error:
+                    if isinstance(error, RequestRefused) and error.code in (NOT_ALLOWED, FULL):
+                        self.refusal = error
+                    break
                 except ShoalError:
-                    self._awaited.discard(peer)
-                    self._notify()
+                    self._answered(peer)
                     continue
                 self._welcomed(peer, told, welcome)
                 return
+            self._avoided[peer] = trio.current_time() + AVOIDED
+            _shorten(self._avoided)
         finally:
             self._greeting.discard(peer)
-            self._awaited.discard(peer)
-            self._notify()
+            self._answered(peer)
+
+    def _answered(self, peer: PeerId) -> None:
+        """The first attempt to reach this peer is over."""
+        self._awaited.pop(peer, None)
+        self._notify()
 
     def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
-        self._note(peer, welcome.status)
-        if self._nursery is not None and told < self._number:
+        if not self._note(peer, welcome.status):
+            return
+        if self._nursery is not None and told < self._count:
             self._nursery.start_soon(self._tell, peer)  # our status has changed since the hello
         for known in welcome.members:
             self._endpoint.learn(known.peer, *known.addresses)
@@ -292,32 +380,43 @@ class Membership:
         if hello.run != self._run:
             raise RequestRefused("this peer takes part in another run", code="unknown_run")
         if not self._may_join(stream.peer):
-            raise RequestRefused("this run admits only the peers on its list", code="not_allowed")
+            raise RequestRefused("this run admits only the peers on its list", code=NOT_ALLOWED)
         if stream.peer not in self._members and len(self._members) >= self._limit:
-            raise RequestRefused(f"this peer keeps at most {self._limit} connections to members", code="full")
-        self._note(stream.peer, hello.status)
+            raise RequestRefused(f"this peer keeps at most {self._limit} connections to members", code=FULL)
+        if not self._note(stream.peer, hello.status):
+            raise RequestRefused("no such state can exist in this run", code="implausible")
         known = tuple(
             KnownMember(peer, self._endpoint.addresses(peer)[:8]) for peer in self._members if peer != stream.peer
         )
         return Welcome(self._status(), known[:256])
 
-    def _note(self, peer: PeerId, status: StatusClaim) -> None:
-        if not self._endpoint.is_connected(peer):
-            return
-        known = self._members.get(peer)
-        if known is not None and known.number > status.number:
-            return  # claims travel on streams of their own, and may overtake each other
+    def _note(self, peer: PeerId, status: Status) -> bool:
+        """Takes down what a connected peer says of itself. False if that cannot be true; nothing is changed then."""
         tip = None if status.tip is None else Tip(status.tip.revision, status.tip.weight, status.tip.digest)
-        self._members[peer] = Member(peer, tip, status.active, status.number)
+        if tip is not None and not self._plausible(tip):
+            return False
+        known = self._members.get(peer)
+        if not self._endpoint.is_connected(peer) or (known is not None and known.count > status.count):
+            return True
+        since = trio.current_time() if known is None else known.since
+        self._members[peer] = Member(peer, tip, status.active, status.count, since)
         if known is None:
             self._seen(peer)
         self._notify()
+        return True
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
-        if self._members.pop(peer, None) is not None:
+        lost = self._forget(peer, reason)
+        if lost is not None and peer not in self._greeting:
+            # Connections that break at once, again and again, must not keep both sides busy.
+            self._begin_to_greet(peer, later=trio.current_time() - lost.since < STABLE)
+
+    def _forget(self, peer: PeerId, reason: str) -> Member | None:
+        member = self._members.pop(peer, None)
+        if member is not None:
             self._lost(peer, reason)
-            self.meet([peer])
             self._notify()
+        return member
 
     async def _search(self) -> None:
         while True:
@@ -325,9 +424,16 @@ class Membership:
                 records = await self._dht.get(members_key(self._run))
             except (PeerGone, ShoalError):
                 records = {}
-            strangers = [peer for peer in records if peer not in self._members and peer != self._endpoint.peer_id]
-            for peer in strangers:
+            strangers = sorted(peer for peer in records if self._is_stranger(peer))
+            for peer in self._rng.sample(strangers, min(len(strangers), STRANGERS)):
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
-            self.meet(strangers, expected=False)
+                if self._is_stranger(peer):  # still
+                    self._begin_to_greet(peer, later=True)
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
+
+
+def _shorten(remembered: dict[PeerId, _T]) -> None:
+    """Forgets what was remembered first."""
+    while len(remembered) > MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]

@@ -24,12 +24,18 @@ from peer.sync import Donor, SyncFailed, fetch_state
 from peer.trainer import StepInfo, Trainer
 from protocol.collective import Reduced
 from protocol.endpoint import Endpoint
-from protocol.errors import Behind, Fork, RoundAborted, ShoalError
+from protocol.errors import Behind, Fork, PeerUnreachable, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.rounds import Rounds
 
 LINGER = 20.0
-"""Seconds that a peer stays after the last round for those that still lack it."""
+"""Seconds that a peer stays after the last round for those that still lack it, or since they last asked for it."""
+
+LONGEST_LINGER = 600.0
+"""Seconds that it stays at most."""
+
+FORLORN = 60.0
+"""Seconds for which a newcomer without a state waits for somebody that takes it in."""
 
 RETRY = 1.0
 """Seconds before something that failed is tried again, unless the members change earlier."""
@@ -75,14 +81,26 @@ class Node:
         Args:
             local: Our own checkpoint of this run, if there is one.
             founding: Whether to make the first state if no member has one.
+
+        Raises:
+            RequestRefused: We have no state, and no member takes us in.
+            PeerUnreachable: We have no state, and there is no member.
         """
         state = await self._first_state(local, founding=founding)
         if local is not None:
             await self.compute(self.trainer.restore_inner, local.inner)
         await self._validate(state)
-        last = self.settings.run.rounds
+        last, saved = self.settings.run.rounds, local and local.state
         while not last or state.header.revision < last:
-            state = await self._round(state)
+            before = state
+            state, took_part = await self._round(before)
+            # Who is behind skips this: it would otherwise take as long for each round as the others, and stay behind.
+            if took_part:
+                await self._save(state)
+                await self._validate(state)
+                saved = state
+        if state is not saved:
+            await self._save(state)
         await self._linger(state)
 
     async def _first_state(self, local: Checkpoint | None, *, founding: bool) -> CommittedState:
@@ -90,6 +108,7 @@ class Node:
         state = None if local is None else local.state
         await self._stand_at(state, active=False)
         await self.membership.settled()
+        hopeless = trio.current_time() + FORLORN
         while True:
             newer = await self._fetch_better(state)
             if newer is not None:
@@ -99,10 +118,21 @@ class Node:
             if founding:
                 outer = await self.compute(self.trainer.initial_state)
                 return await self.compute(CommittedState.genesis, self.run_id, outer)
-            await self.membership.changes()
+            if self.membership.others:
+                hopeless = trio.current_time() + FORLORN
+            elif trio.current_time() >= hopeless:
+                raise self.membership.refusal or PeerUnreachable(
+                    "nobody of this run is there who has its state", hint="ask whoever founded it to start it again"
+                )
+            await self._pause()
 
-    async def _round(self, state: CommittedState) -> CommittedState:
-        """One outer round: inner steps, the collective, the commit. Returns the state to go on from."""
+    async def _round(self, state: CommittedState) -> tuple[CommittedState, bool]:
+        """One outer round: inner steps, the collective, the commit.
+
+        Returns:
+            The state to go on from: the next one, one that others have, or the same if nothing came of the round; and
+            whether we took part in making it.
+        """
         await self._stand_at(state, active=True)
         revision = state.header.revision + 1
         await self.compute(self.trainer.start_round, state.outer, revision, self.membership.partners())
@@ -115,23 +145,38 @@ class Node:
             await self.membership.settled()
             better = await self._fetch_better(state)
             if better is not None:
-                return better
+                return better, False
+            if not self.membership.active:  # there seemed to be a better state
+                await self._stand_at(state, active=True)
+            claimants = self._claimants(revision)
             try:
                 reduced = await self.rounds.all_reduce(
                     revision, contribution.values, contribution.weight, digest=state.header.digest
                 )
             except Behind as behind:
-                return await self._catch_up(state, behind.peer)
+                return await self._catch_up(state, behind.peer), False
             except (Fork, RoundAborted) as error:
                 self.events.emit("round_failed", round=revision, attempt=0, reason=str(error))
-                with trio.move_on_after(RETRY):  # until we know more about the others
-                    await self.membership.changes()
+                if isinstance(error, Fork):
+                    self.membership.doubt(error.peer)
+                await self._pause()
             else:
                 break
-        committed = await self._commit(state, reduced)
-        await self._save(committed)
-        await self._validate(committed)
-        return committed
+        took_part = self.endpoint.peer_id in reduced.plan.members
+        for peer in claimants if took_part else ():
+            self.membership.doubt(peer)
+        return await self._commit(state, reduced), took_part
+
+    def _claimants(self, revision: int) -> set[PeerId]:
+        """The members that say that this round is over already, although we have not taken part in it."""
+        heard, ahead = self.rounds.heard, self.membership.ahead()
+        said = {heard[1]} if heard is not None and heard[0] >= revision else set()
+        return said if ahead is None else said | {ahead.peer}
+
+    async def _pause(self) -> None:
+        """Waits a little, or until more is known about the others."""
+        with trio.move_on_after(RETRY):
+            await self.membership.changes()
 
     async def _inner_steps(self, revision: int) -> None:
         """Trains until the round's steps are done, the others' patience ends, or there is a better state to fetch."""
@@ -162,8 +207,8 @@ class Node:
         scope.cancel()
 
     async def _until_left_behind(self, scope: trio.CancelScope) -> None:
-        """Cancels `scope` when there is a state that we should rather work on."""
-        while self.membership.better() is None:
+        """Cancels `scope` when others have gone on without us, or there is a state that we should rather work on."""
+        while self.membership.ahead() is None:
             await self.membership.changes()
         scope.cancel()
 
@@ -197,7 +242,11 @@ class Node:
             return await self._commit(state, reduced)
         self.rounds.adopted(state.header.revision, state.header.digest)  # what was fetched leads from another state
         await self.membership.settled()
-        return await self._fetch_better(state, branched=holder) or state
+        better = await self._fetch_better(state, branched=holder)
+        if better is None:
+            self.membership.doubt(holder)
+            await self._pause()
+        return better or state
 
     async def _fetch_better(
         self, state: CommittedState | None, *, branched: PeerId | None = None
@@ -206,12 +255,13 @@ class Node:
 
         `branched` is a member that is known to be on another branch than ours.
         """
-        started = trio.current_time()
         while True:
+            started = trio.current_time()
             best = self.membership.better(branched=branched)
             if best is None or best.tip is None:
                 return None
             await self._stand_at(state, active=False)
+            holders = self.membership.holders(best.tip)
             received = 0
 
             def count(length: int) -> None:
@@ -223,15 +273,18 @@ class Node:
                     self.endpoint,
                     self.run_id,
                     best.tip,
-                    self.membership.holders(best.tip),
+                    holders,
                     elements=self.trainer.flat.length,
+                    buffers=self.trainer.buffers,
                     progress=count,
                 )
             except SyncFailed as error:
                 self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))
-                with trio.move_on_after(RETRY):
-                    await self.membership.changes()  # the members may have moved on to the next state
-                continue
+                for peer in holders:
+                    self.membership.doubt(peer, trio.current_time() - started)
+                continue  # with the next best; the members may have moved on, too
+            for peer in holders:
+                self.membership.trust(peer)
             seconds = trio.current_time() - started
             tip = found.header.tip
             self.rounds.adopted(tip.revision, tip.digest)
@@ -260,9 +313,12 @@ class Node:
 
     async def _linger(self, state: CommittedState) -> None:
         """Stays for those who lack the last round, as long as they are there and for a limited time."""
-        with trio.move_on_after(LINGER):
-            while any(_lags(member, state) for member in self.membership.others):
+        deadline = trio.current_time() + LINGER
+        limit = trio.current_time() + LONGEST_LINGER
+        while any(_lags(member, state) for member in self.membership.others) and trio.current_time() < deadline:
+            with trio.move_on_at(deadline):
                 await self.membership.changes()
+            deadline = min(limit, max(deadline, self.donor.served + LINGER))
 
 
 def _lags(member: Member, state: CommittedState) -> bool:

@@ -32,8 +32,13 @@ class Tip:
     digest: bytes
 
     def beats(self, other: Tip) -> bool:
-        """Whether this branch is preferred to the other: more accumulated weight, then the lower digest."""
-        return (self.weight, _inverted(self.digest)) > (other.weight, _inverted(other.digest))
+        """Whether this branch is preferred to the other: more accumulated weight, then the lower digest.
+
+        Before the digest comes the revision, because a round to which nobody contributed adds no weight, and must not
+        send those who committed it back to where they came from.
+        """
+        mine, theirs = (self.weight, self.revision), (other.weight, other.revision)
+        return (*mine, _inverted(self.digest)) > (*theirs, _inverted(other.digest))
 
 
 def _inverted(digest: bytes) -> bytes:

@@ -7,8 +7,9 @@ header, and the header against the digest it was after, so that a torn or forged
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated
 
 import msgspec
@@ -16,11 +17,12 @@ import torch
 import trio
 
 from optim import OuterState
-from peer.state import CommittedState, Header, Tip, byte_length, read_range
+from peer.state import CommittedState, Header, Tip, byte_length, read_range, tensors
 from protocol import merkle
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.ring import all_finite
 from protocol.stream import Stream
 from protocol.wire import message
 
@@ -32,6 +34,10 @@ KEPT_STATES = 2
 
 RANGE_TIMEOUT = 60.0
 """Seconds for one range of 1 MiB: 140 kbit/s is the slowest donor that is of use."""
+
+
+SLOW = 5.0
+"""Seconds after which a donor that has nothing else to do is asked for what another donor has not delivered yet."""
 
 
 class SyncFailed(ShoalError):
@@ -95,12 +101,18 @@ class Donor:
     Args:
         endpoint: Where requests arrive.
         run: The run's id.
-        manifest: The manifest's text.
+        manifest: The manifest's text, which everybody may have.
+        admits: Whether a peer may have states.
     """
 
-    def __init__(self, endpoint: Endpoint, run: bytes, manifest: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, run: bytes, manifest: str, *, admits: Callable[[PeerId], bool] = lambda peer: True
+    ) -> None:
         self._run = run
         self._manifest = manifest
+        self._admits = admits
+        self.served = -math.inf
+        """When a state, or a part of one, was asked for last, on trio's clock."""
         self._states: deque[CommittedState] = deque(maxlen=KEPT_STATES)
         endpoint.handle(ManifestRequest, self._on_manifest)
         endpoint.handle(DescribeRequest, self._on_describe)
@@ -108,12 +120,16 @@ class Donor:
 
     def offer(self, state: CommittedState) -> None:
         """Makes a committed state available to others."""
-        self._states.append(state)
+        if all(kept.header.digest != state.header.digest for kept in self._states):
+            self._states.append(state)
 
-    def _find(self, run: bytes, digest: bytes) -> CommittedState:
-        _check_run(run, self._run)
+    def _find(self, request: DescribeRequest | RangeRequest, peer: PeerId) -> CommittedState:
+        _check_run(request.run, self._run)
+        if not self._admits(peer):
+            raise RequestRefused("states are for members: say hello first", code="not_a_member")
         for state in self._states:
-            if state.header.digest == digest:
+            if state.header.digest == request.digest:
+                self.served = trio.current_time()
                 return state
         raise RequestRefused("this state is not kept here", code="gone")
 
@@ -122,7 +138,7 @@ class Donor:
         return ManifestReply(self._manifest)
 
     async def _on_describe(self, request: DescribeRequest, stream: Stream) -> None:
-        state = self._find(request.run, request.digest)
+        state = self._find(request, stream.peer)
         header = state.header
         await stream.send(
             Description(
@@ -139,7 +155,7 @@ class Donor:
         await stream.finish()
 
     async def _on_range(self, request: RangeRequest, stream: Stream) -> None:
-        state = self._find(request.run, request.digest)
+        state = self._find(request, stream.peer)
         start = request.leaf * merkle.LEAF
         views = list(read_range(state.outer, start, merkle.LEAF))
         await stream.send(RangeReply(sum(len(view) for view in views)))
@@ -169,6 +185,7 @@ async def fetch_state(
     donors: Sequence[PeerId],
     *,
     elements: int,
+    buffers: Collection[str],
     progress: Callable[[int], None] = lambda received: None,
 ) -> CommittedState:
     """Fetches the state with the tip's digest from several donors at once.
@@ -177,6 +194,7 @@ async def fetch_state(
         endpoint: Our endpoint.
         run: The run's id.
         tip: The state to fetch; what it says must be what the digest covers.
+        buffers: The names of the outer buffers that our recipe has.
         donors: Peers that are said to have it. Those that fail are left out, their ranges go to the others.
         elements: The number of parameters that our model has.
         progress: Called with the number of bytes of each range that was received.
@@ -187,53 +205,89 @@ async def fetch_state(
     problems: list[str] = []
     for donor in donors:
         try:
-            header, buffers, leaves = await _describe(endpoint, run, tip, donor, elements)
+            header, leaves = await _describe(endpoint, run, tip, donor, elements, buffers)
             break
         except (ShoalError, trio.TooSlowError) as error:
             problems.append(f"{donor.short}: {str(error) or 'too slow'}")
     else:
-        raise SyncFailed(f"no peer could describe revision {tip.revision}: {'; '.join(problems) or 'none was known'}")
+        raise SyncFailed(f"no peer could describe revision {tip.revision}: {_summary(problems)}")
 
     outer = OuterState(torch.empty(elements), {name: torch.empty(elements) for name in buffers})
-    unfinished = set(range(len(leaves)))
-    give_back, waiting = trio.open_memory_channel[int](len(leaves))
-    for leaf in unfinished:
-        give_back.send_nowait(leaf)
+    ranges = _Ranges(len(leaves))
 
     async def fetch_from(donor: PeerId) -> None:
-        async for leaf in waiting:
+        while (leaf := await ranges.take()) is not None:
             try:
                 with trio.fail_after(RANGE_TIMEOUT):
                     await _fetch_range(endpoint, run, tip, donor, leaf, leaves[leaf], outer)
             except (ShoalError, trio.TooSlowError) as error:
                 problems.append(f"{donor.short}: {str(error) or 'too slow'}")
-                give_back.send_nowait(leaf)  # for the other donors
+                ranges.give_back(leaf)
                 return
-            unfinished.discard(leaf)
-            progress(min(merkle.LEAF, byte_length(outer) - leaf * merkle.LEAF))
-            if not unfinished:
-                give_back.close()
+            if ranges.finish(leaf):
+                progress(min(merkle.LEAF, byte_length(outer) - leaf * merkle.LEAF))
+            if not ranges.unfinished:
+                nursery.cancel_scope.cancel()  # donors that are still at what others were quicker with
 
     async with trio.open_nursery() as nursery:
         for donor in donors:
             nursery.start_soon(fetch_from, donor)
-    if unfinished:
-        raise SyncFailed(f"revision {tip.revision} could not be fetched: {'; '.join(problems)}")
+    if ranges.unfinished:
+        raise SyncFailed(f"revision {tip.revision} could not be fetched: {_summary(problems)}")
+    if not all(all_finite(tensor) for tensor in tensors(outer)):
+        raise SyncFailed(f"revision {tip.revision} is of no use: it has parameters that are not finite")
     return CommittedState(header, outer, leaves)
 
 
+class _Ranges:
+    """Which ranges are still to be fetched. At the end, several donors may be at the same one."""
+
+    def __init__(self, count: int) -> None:
+        self.unfinished = set(range(count))
+        self._todo = deque(range(count))
+        self._returned = trio.Event()
+
+    async def take(self) -> int | None:
+        """A range that nobody is at; if there is none for a while, one that somebody else is slow with."""
+        with trio.move_on_after(SLOW):
+            while not self._todo and self.unfinished:
+                await self._returned.wait()
+        return self._todo.popleft() if self._todo else min(self.unfinished, default=None)
+
+    def give_back(self, leaf: int) -> None:
+        """A donor has failed: others are to fetch this range."""
+        if leaf in self.unfinished:
+            self._todo.append(leaf)
+            self._returned.set()
+            self._returned = trio.Event()
+
+    def finish(self, leaf: int) -> bool:
+        """A range is here; False if it was here already."""
+        first = leaf in self.unfinished
+        self.unfinished.discard(leaf)
+        return first
+
+
+def _summary(problems: Sequence[str]) -> str:
+    """The first few problems, for a message of bounded length."""
+    return "; ".join(problems[:4]) or "nobody is known who has it"
+
+
 async def _describe(
-    endpoint: Endpoint, run: bytes, tip: Tip, donor: PeerId, elements: int
-) -> tuple[Header, tuple[str, ...], tuple[bytes, ...]]:
+    endpoint: Endpoint, run: bytes, tip: Tip, donor: PeerId, elements: int, buffers: Collection[str]
+) -> tuple[Header, tuple[bytes, ...]]:
     async with endpoint.open(donor, DescribeRequest(run, tip.digest)) as stream:
         said = await stream.receive(Description, timeout=10.0)
         header = Header(
             run=run, revision=said.revision, previous=said.previous, plan=said.plan, weight=said.weight, root=said.root
         )
-        if header.digest != tip.digest:
-            raise ProtocolError(f"peer {donor} described another state than the one with the digest asked for")
+        if header.tip != tip:
+            raise ProtocolError(f"peer {donor} described another state than the one that was asked for")
+        # The digest covers the bytes, but not how they are shared out.
         if said.elements != elements:
             raise ProtocolError(f"peer {donor} has {said.elements} parameters, our model has {elements}")
+        if said.buffers != tuple(sorted(buffers)):
+            raise ProtocolError(f"peer {donor} has other buffers than our recipe")
         length = elements * 4 * (1 + len(said.buffers))
         raw = bytearray(32 * max(1, -(-length // merkle.LEAF)))
         with trio.fail_after(RANGE_TIMEOUT):
@@ -241,7 +295,7 @@ async def _describe(
     leaves = tuple(bytes(raw[start : start + 32]) for start in range(0, len(raw), 32))
     if merkle.root(leaves) != header.root:
         raise ProtocolError(f"peer {donor} sent Merkle leaves that do not have the state's root")
-    return header, said.buffers, leaves
+    return header, leaves
 
 
 async def _fetch_range(
@@ -250,7 +304,7 @@ async def _fetch_range(
     views = list(read_range(outer, leaf * merkle.LEAF, merkle.LEAF))
     length = sum(len(view) for view in views)
     buffer = bytearray(length)
-    async with endpoint.open(donor, RangeRequest(run, tip.digest, leaf)) as stream:
+    async with endpoint.open(donor, RangeRequest(run, tip.digest, leaf), bulk=True) as stream:
         reply = await stream.receive(RangeReply, timeout=10.0)
         if reply.length != length:
             raise ProtocolError(f"peer {donor} offered {reply.length} bytes for range {leaf}, which has {length}")

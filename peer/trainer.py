@@ -107,6 +107,8 @@ class Trainer:
         self._outer_model = Transformer(settings.model).to(device)
         self._outer_flat = FlatParameters(self._outer_model)
         self._anchor = self.flat.read()
+        self.buffers = tuple(sorted(self.recipe.outer.init(torch.empty(0)).buffers))
+        """The names of the outer state's buffers."""
         self._batches: Iterator[torch.Tensor] = iter(())
         self._revision = 0
         self._steps = self._tokens = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import attrs
 
 from protocol.identity import PeerId
-from protocol.plan import NO_BALLOT, Ballot, Plan
+from protocol.plan import MAX_WEIGHT, NO_BALLOT, Ballot, Plan
 
 
 @attrs.frozen
@@ -39,6 +39,8 @@ class Offer:
     base: bytes
     weight: float
     length: int
+    max_weight: float = MAX_WEIGHT
+    """The most that anybody's values may count."""
 
 
 class Acceptor:
@@ -103,4 +105,6 @@ class Acceptor:
             return "the plan does not include this peer"
         if plan.weights[plan.members.index(self._peer)] != offer.weight:
             return "the plan gives this peer another weight"
+        if max(plan.weights) > offer.max_weight:
+            return "the plan gives somebody a weight beyond the limit"
         return None

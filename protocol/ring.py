@@ -16,11 +16,13 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
 
+from protocol.errors import ProtocolError
 from protocol.plan import Plan
 
 PIECE = 1 << 16
@@ -114,10 +116,18 @@ class Ring:
         return self._bytes[4 * segment.start : 4 * segment.stop]
 
     def filled(self) -> None:
-        """The bytes of `target` are there: adds them if they are to be added, and goes on to the next segment."""
+        """The bytes of `target` are there: adds them if they are to be added, and goes on to the next segment.
+
+        Raises:
+            ProtocolError: They are not finite numbers, or too large to be added to ours. What came in before was
+                finite, and is passed on only after it was looked at here, so the left neighbour itself is the cause.
+        """
         segment = self._receives[self.received]
+        values = self._buffer[segment.start : segment.stop]
         if segment.add:
-            self._buffer[segment.start : segment.stop] += self._scratch[: segment.stop - segment.start]
+            values += self._scratch[: segment.stop - segment.start]
+        if not all_finite(values):
+            raise ProtocolError("the left neighbour's values are not finite")
         self.received += 1
 
     def segment(self, number: int) -> memoryview:
@@ -148,6 +158,14 @@ def reference(plan: Plan, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
             total += scaled[(index + step) % size][start:stop]
         mean[start:stop] = total
     return mean
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether every element is a finite number.
+
+    The sum is an order of magnitude cheaper than looking at each element, and finite only if they all are.
+    """
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
 def vector_bytes(values: torch.Tensor) -> memoryview:

@@ -30,7 +30,7 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
-from protocol.ring import vector_bytes
+from protocol.ring import all_finite, vector_bytes
 from protocol.round_messages import (
     MAX_ADDRESSES,
     MAX_TRIED,
@@ -55,6 +55,9 @@ _MAX_REDIRECTS = 16
 
 _HISTORY = 64
 """Digests of past revisions by which a peer that is further behind is told from one on another branch."""
+
+_PATIENCE = 4
+"""Attempts, each of the greatest length, that a coordinator is given. Most failed ones are much shorter."""
 
 
 @attrs.frozen(kw_only=True)
@@ -100,6 +103,9 @@ class Rounds:
         members: Gives the live, synchronised members at the moment; whether it includes ourselves does not matter.
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
+        admits: Whether a peer may take part at all; everybody else is refused.
+        max_weight: The most that one peer's values may count.
+        suspect: Called with a coordinator that kept us for so many seconds without a result, alive and well.
     """
 
     def __init__(
@@ -111,10 +117,14 @@ class Rounds:
         members: Callable[[], Collection[PeerId]],
         report: Callable[[RoundEvent], None],
         tag: str = "",
+        admits: Callable[[PeerId], bool] = lambda peer: True,
+        max_weight: float = MAX_WEIGHT,
+        suspect: Callable[[PeerId, float], None] = lambda peer, seconds: None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._members, self._report = members, report
-        self._inbox = RingInbox(run_id, tag, settings.stall)
+        self._admits, self._max_weight, self._suspect = admits, max_weight, suspect
+        self._inbox = RingInbox(run_id, tag, settings.stall, admits)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
@@ -164,19 +174,21 @@ class Rounds:
         for leadership in self._rounds.values():
             leadership.close()
         self._rounds.clear()
+        self._heard = None
         self.committed(revision, digest)
 
     @property
     def heard(self) -> tuple[int, PeerId] | None:
-        """The newest revision that some peer is known to hold, and that peer."""
-        return self._heard
+        """The newest revision that some live member says it holds, and that member."""
+        return self._heard if self._heard is not None and self._heard[1] in self._members() else None
 
     def opened(self, revision: int) -> float | None:
         """Until when (trio's clock) this peer should be ready for the round that makes `revision`.
 
-        None while nobody else is ready; -inf if others have finished that round. May be called from any thread.
+        None while nobody else is ready; -inf if others have finished that round.
         """
-        if self._heard is not None and self._heard[0] >= revision:
+        heard = self.heard
+        if heard is not None and heard[0] >= revision:
             return -math.inf
         leadership = self._rounds.get(revision)
         return None if leadership is None else leadership.opened
@@ -222,13 +234,18 @@ class Rounds:
         if self._digests.get(revision - 1) != digest:
             raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
         self._length = len(values)
-        finite = torch.isfinite(values).all
-        if not bool(await trio.to_thread.run_sync(finite) if len(values) >= IN_WORKER else finite()):
+        if not await _is_finite(values):
             reason = "the values are not finite"
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
             weight = 0.0
         offer = Offer(
-            run=self._run, tag=self._tag, revision=revision, base=digest, weight=float(weight), length=len(values)
+            run=self._run,
+            tag=self._tag,
+            revision=revision,
+            base=digest,
+            weight=float(weight),
+            length=len(values),
+            max_weight=self._max_weight,
         )
         return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
 
@@ -282,7 +299,7 @@ class Rounds:
         try:
             with leadership.attendance:
                 async with self._line(leadership, ready, leader) as line:
-                    return await Member(
+                    member = Member(
                         line,
                         work,
                         leadership.acceptor,
@@ -292,11 +309,23 @@ class Rounds:
                         keep=self._keep,
                         report=self._report_attempt if leader != self._endpoint.peer_id else self._report_start,
                         patience=patience,
-                    ).run()
+                    )
+                    return await self._stay(member, work, leader)
         finally:
             leadership.attending = None
             leadership.wake()
         return self._results.get(offer.revision)  # we left to lead ourselves, perhaps a moment after the end
+
+    async def _stay(self, member: Member, work: Work, leader: PeerId) -> Reduced:
+        """Follows one coordinator, though not for ever: it may say that it is busy, or plan in vain, without end."""
+        times, offer = self._times, work.offer
+        limit = times.grace + times.slack + _PATIENCE * times.attempt(offer.length, len(self._members()) + 1)
+        with trio.move_on_after(limit):
+            return await member.run()
+        if offer.revision in self._results:
+            return self._results[offer.revision]
+        self._suspect(leader, limit)
+        raise RequestTimeout(f"{leader.short} coordinated for {limit:g} s without a result")
 
     @contextlib.asynccontextmanager
     async def _line(self, leadership: Leadership, ready: Ready, leader: PeerId) -> AsyncIterator[Line]:
@@ -398,20 +427,26 @@ class Rounds:
 
     # What others ask.
 
-    def _check_request(self, request: Ready | RoundOpen | FetchResult) -> None:
+    def _check_request(self, request: Ready | RoundOpen | FetchResult, peer: PeerId) -> None:
         if (request.run, request.tag) != (self._run, self._tag):
             raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+        if not self._admits(peer):
+            raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
         if self._tip is None or self._nursery is None:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
 
     def _hear(self, revision: int, peer: PeerId) -> None:
-        """A peer holds this revision, or says so."""
-        if peer in self._members() and (self._heard is None or revision > self._heard[0]):
+        """A peer holds this revision, or says so. Of much later ones we learn otherwise, with proof."""
+        assert self._tip is not None
+        heard = self.heard
+        if revision < self._tip + _LOOKAHEAD and peer in self._members() and (heard is None or revision > heard[0]):
             self._heard = (revision, peer)
             self._spread_news()
 
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
+        if request.weight > self._max_weight:
+            raise ProtocolError(f"a weight of {request.weight:g}; in this run {self._max_weight:g} is the most")
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         ours = self._digests.get(request.revision - 1, request.base)
@@ -439,7 +474,7 @@ class Rounds:
         return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         if self._digests.get(request.revision - 1, request.base) != request.base:
@@ -454,7 +489,7 @@ class Rounds:
         return leadership.announced(stream.peer, request.remaining)
 
     async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         reduced = self._results.get(request.revision)
         if reduced is None:
             raise RequestRefused(f"no result of revision {request.revision} is kept here", code="unknown_round")
@@ -483,6 +518,8 @@ class Rounds:
                     raise Fork(peer, revision - 1, ours=ours, theirs=plan.base)
                 if self._length is not None and plan.length != self._length:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
+                if max(plan.weights) > self._max_weight:
+                    raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
                 mean = torch.empty(plan.length, dtype=torch.float32)
                 data = vector_bytes(mean)
                 with trio.fail_after(times.transfer(plan.length)):
@@ -492,6 +529,8 @@ class Rounds:
                 await stream.finish()
         except trio.TooSlowError:
             raise RequestTimeout(f"{peer.short} is too slow to give us the result of revision {revision}") from None
+        if not await _is_finite(mean):
+            raise ProtocolError(f"{peer.short} sent a result that is not finite")
         reduced = Reduced(
             plan=plan,
             mean=mean,
@@ -504,6 +543,10 @@ class Rounds:
         )
         self._keep(reduced)
         return reduced
+
+
+async def _is_finite(values: torch.Tensor) -> bool:
+    return await trio.to_thread.run_sync(all_finite, values) if len(values) >= IN_WORKER else all_finite(values)
 
 
 def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:

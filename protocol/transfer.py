@@ -8,6 +8,7 @@ neighbours would blame it and not the peer that is at fault.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -41,8 +42,10 @@ class _Arrival:
 class RingInbox:
     """Streams of ring data meet the transfers that want them, whichever comes first."""
 
-    def __init__(self, run: bytes, tag: str, patience: float) -> None:
-        self._run, self._tag = run, tag
+    def __init__(
+        self, run: bytes, tag: str, patience: float, admits: Callable[[PeerId], bool] = lambda peer: True
+    ) -> None:
+        self._run, self._tag, self._admits = run, tag, admits
         self._patience = patience
         self._parked: dict[tuple[bytes, PeerId], _Arrival] = {}
         self._wanted: dict[tuple[bytes, PeerId], trio.Event] = {}
@@ -57,6 +60,8 @@ class RingInbox:
         if (request.run, request.tag) != (self._run, self._tag):
             raise RequestRefused("another run", code="unknown_run")
         key = (request.plan_id, stream.peer)
+        if key not in self._wanted and not self._admits(stream.peer):
+            raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
         if key in self._parked or len(self._parked) >= MAX_PARKED:
             raise RequestRefused("too many streams of ring data", code="busy")
         arrival = self._parked[key] = _Arrival(stream)

@@ -11,6 +11,7 @@ from protocol.errors import RequestRefused
 
 RUN = b"r" * 32
 ELEMENTS = 700_000  # with momentum 5.6 MB: six ranges, some of them across tensors
+SHAPE = {"elements": ELEMENTS, "buffers": ["momentum"]}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,13 @@ async def test_a_state_comes_from_several_donors_at_once(autojump_clock, mesh, s
         donate(endpoint, state)
     sizes = []
     found = await fetch_state(
-        newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS, progress=sizes.append
+        newcomer,
+        RUN,
+        state.tip,
+        [d.peer_id for d in donors],
+        elements=ELEMENTS,
+        buffers=["momentum"],
+        progress=sizes.append,
     )
     assert same(found, state)
     assert sum(sizes) == 8 * ELEMENTS
@@ -65,7 +72,13 @@ async def test_a_donor_that_dies_is_replaced_by_the_others(autojump_clock, mesh,
 
     donors_killed = []
     found = await fetch_state(
-        newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS, progress=kill_one
+        newcomer,
+        RUN,
+        state.tip,
+        [d.peer_id for d in donors],
+        elements=ELEMENTS,
+        buffers=["momentum"],
+        progress=kill_one,
     )
     assert same(found, state)
 
@@ -76,10 +89,10 @@ async def test_forged_ranges_are_not_taken(autojump_clock, mesh, state):
     donate(honest, state)
     forged = attrs.evolve(state.outer, parameters=state.outer.parameters + 1)
     donate(liar, CommittedState(state.header, forged, state.leaves))
-    found = await fetch_state(newcomer, RUN, state.tip, [liar.peer_id, honest.peer_id], elements=ELEMENTS)
+    found = await fetch_state(newcomer, RUN, state.tip, [liar.peer_id, honest.peer_id], **SHAPE)
     assert same(found, state)
     with pytest.raises(SyncFailed, match="do not have its hash"):
-        await fetch_state(newcomer, RUN, state.tip, [liar.peer_id], elements=ELEMENTS)
+        await fetch_state(newcomer, RUN, state.tip, [liar.peer_id], **SHAPE)
 
 
 @pytest.mark.parametrize("lie", ["header", "leaves", "size"])
@@ -96,7 +109,7 @@ async def test_forged_descriptions_are_not_taken(autojump_clock, mesh, state, li
     asked = Tip(tip.revision, tip.weight, state.header.digest if lie == "header" else tip.digest)
     elements = 5 if lie == "size" else ELEMENTS
     with pytest.raises(SyncFailed):
-        await fetch_state(newcomer, RUN, asked, [liar.peer_id], elements=elements)
+        await fetch_state(newcomer, RUN, asked, [liar.peer_id], **{**SHAPE, "elements": elements})
 
 
 async def test_nobody_has_it(autojump_clock, mesh, state):
@@ -105,9 +118,9 @@ async def test_nobody_has_it(autojump_clock, mesh, state):
     donate(donors[0], None)
     donate(donors[1], state, run=b"x" * 32)
     with pytest.raises(SyncFailed, match=r"not kept here.*another run"):
-        await fetch_state(newcomer, RUN, state.tip, [d.peer_id for d in donors], elements=ELEMENTS)
-    with pytest.raises(SyncFailed, match="none was known"):
-        await fetch_state(newcomer, RUN, state.tip, [], elements=ELEMENTS)
+        await fetch_state(newcomer, RUN, state.tip, [d.peer_id for d in donors], **SHAPE)
+    with pytest.raises(SyncFailed, match="nobody is known"):
+        await fetch_state(newcomer, RUN, state.tip, [], **SHAPE)
 
 
 async def test_a_fetch_survives_the_donors_next_commit(autojump_clock, mesh, state):
@@ -121,7 +134,7 @@ async def test_a_fetch_survives_the_donors_next_commit(autojump_clock, mesh, sta
             donor.offer(committed[0])
 
     committed = []
-    found = await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], elements=ELEMENTS, progress=commit)
+    found = await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE, progress=commit)
     assert same(found, state)
     assert committed
 

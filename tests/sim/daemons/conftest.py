@@ -1,8 +1,10 @@
+import hashlib
 import json
 import random
 
 import attrs
 import pytest
+import torch
 import trio
 
 from peer.daemon import DaemonConfig, run_daemon
@@ -19,6 +21,8 @@ from peer.settings import (
     Settings,
 )
 from peer.ticket import Ticket
+from protocol.errors import ShoalError
+from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address
 
@@ -72,36 +76,66 @@ class Peer:
 
 
 class SimulatedSwarm:
-    """Daemons as they are, on an in-memory network and simulated time."""
+    """Daemons as they are, on an in-memory network and simulated time. The same seed makes the same history."""
 
-    def __init__(self, directory, nursery, settings=SETTINGS):
+    def __init__(self, directory, nursery, settings=SETTINGS, seed=0):
+        trio._core._run._r.seed(seed)  # the order of tasks; importing hypothesis makes trio respect it
+        torch.set_num_threads(1)
+        self.seed = seed
         self.network = MemoryNetwork(latency=0.01)
         self.settings = settings
         self.peers = {}
         self.ticket: Ticket | None = None
+        self.founder = None
         self._directory = directory
         self._nursery = nursery
+        self._starts = 0
         self._text = directory / "text"
         letters = random.Random(5)
         self._text.write_text("".join(letters.choice("abcdefgh \n") for _ in range(60_000)))
 
-    async def start(self, name, *, ticket=None, settings=None):
-        """Founds the run if there is no ticket yet, else joins it. Returns when the peer can be joined."""
+    def home(self, name):
+        """A peer's home, with an identity that follows from the seed."""
         home = Home(self._directory / name)
+        key = home.path / "identity.key"
+        if not key.exists():
+            identity = Identity.from_seed(hashlib.sha256(f"{self.seed}/{name}".encode()).digest())
+            key.touch(mode=0o600)
+            key.write_bytes(identity._pem())
+        return home
+
+    def prepare(self, name, *, ticket=None, settings=None, **options):
+        """A peer and its configuration: it founds the run if there is no ticket yet, else it joins it."""
+        home = self.home(name)
         peer = self.peers[name] = Peer(name, home)
-        events = EventLog(None, home.identity.peer_id)
+        events = EventLog(None, home.identity.peer_id, clock=trio.current_time)
         events.subscribe(peer.hear)
         ticket = ticket or self.ticket
+        founds = ticket is None or home.identity.peer_id == self.founder
         config = DaemonConfig(
             home=home,
-            listen=Address(name, 4000),
+            listen=options.pop("listen", Address(name, 4000)),
             events=events,
-            data=str(self._text),
-            manifest=None if ticket else Manifest.create(settings or self.settings, home.identity),
-            ticket=ticket,
+            data=options.pop("data", str(self._text)),
+            manifest=Manifest.create(settings or self.settings, home.identity) if founds else None,
+            ticket=None if founds else ticket,
+            **options,
         )
+        return peer, config
+
+    async def start(self, name, **options):
+        """Starts a peer as `prepare` describes it, and returns it when it can be joined."""
+        peer, config = self.prepare(name, **options)
         got = await self._nursery.start(self._run, peer, config)
-        self.ticket = self.ticket or got
+        if self.ticket is None:
+            self.ticket, self.founder = got, peer.id
+        return peer
+
+    def launch(self, name):
+        """Starts a peer without waiting for it. If it cannot begin, that is its end, and its `error`."""
+        peer, config = self.prepare(name)
+        self.network.transport(name)  # the host is there from now on, and may be stalled or cut off
+        self._nursery.start_soon(self._run, peer, config)
         return peer
 
     def kill(self, name):
@@ -113,12 +147,21 @@ class SimulatedSwarm:
         """As Ctrl-C."""
         self.peers[name].scope.cancel()
 
-    async def _run(self, peer, config, *, task_status):
+    async def _run(self, peer, config, *, task_status=None):
+        self._starts += 1
         try:
             with peer.scope:
                 await run_daemon(
-                    config, transport=self.network.transport(peer.name), compute=simulated, task_status=task_status
+                    config,
+                    transport=self.network.transport(peer.name),
+                    compute=simulated,
+                    rng=random.Random(f"{self.seed}/{peer.name}/{self._starts}"),
+                    task_status=task_status or trio.TASK_STATUS_IGNORED,
                 )
+        except ShoalError as error:
+            peer.error = error
+            if task_status is not None:
+                raise
         finally:
             peer.ended.set()
 
@@ -132,3 +175,13 @@ async def simulated(function, *arguments):
 @pytest.fixture
 def simulated_swarm(tmp_path, nursery):
     return SimulatedSwarm(tmp_path, nursery)
+
+
+@pytest.fixture
+def seeded_swarm(tmp_path, nursery):
+    """`seeded_swarm(seed, settings)` makes a swarm whose history follows from the seed."""
+
+    def make(seed, settings=SETTINGS):
+        return SimulatedSwarm(tmp_path, nursery, settings, seed)
+
+    return make
