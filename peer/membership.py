@@ -33,6 +33,9 @@ Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 REDIALS = 3
 """Attempts to reach a member whose connection broke, before it is forgotten."""
 
+PATIENCE = 3.0
+"""Seconds that a peer which is being dialled may keep us from going on without it."""
+
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
 
@@ -122,6 +125,7 @@ class Membership:
         self._active = False
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
+        self._awaited: dict[PeerId, float] = {}  # those whose first answer is still due, and until when we wait for it
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         endpoint.handle(Hello, self._on_hello)
@@ -174,26 +178,37 @@ class Membership:
         await self._changed.wait()
 
     async def settled(self) -> None:
-        """Returns when no member is being dialled or greeted: whoever is absent then is truly out of reach."""
-        while self._greeting:
-            await self._changed.wait()
+        """Returns when every member that we have just heard of, or lost, has answered or failed to.
+
+        Whoever needs longer than `PATIENCE` is out of reach for now, and so is whoever does not answer at once but is
+        dialled again.
+        """
+        while deadlines := [time for time in self._awaited.values() if time > trio.current_time()]:
+            with trio.move_on_at(min(deadlines)):
+                await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Greets members as they connect, looks for others, and publishes our record, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            with self._endpoint.watch() as events:
-                self._dht.publish(members_key(self._run), b"member", ttl=RECORD_TTL)
-                nursery.start_soon(self._search)
-                task_status.started()
-                async for event in events:
-                    if isinstance(event, PeerLost):
-                        self._on_lost(event.peer, event.reason)
-                    elif isinstance(event, PeerConnected) and event.peer in self._members:
-                        self.meet([event.peer])
+            try:
+                with self._endpoint.watch() as events:
+                    self._dht.publish(members_key(self._run), b"member", ttl=RECORD_TTL)
+                    nursery.start_soon(self._search)
+                    task_status.started()
+                    async for event in events:
+                        if isinstance(event, PeerLost):
+                            self._on_lost(event.peer, event.reason)
+                        elif isinstance(event, PeerConnected) and event.peer in self._members:
+                            self.meet([event.peer])
+            finally:
+                self._nursery = None
 
-    def meet(self, peers: Iterable[PeerId]) -> None:
-        """Starts to greet these peers in the background, those that are not members yet."""
+    def meet(self, peers: Iterable[PeerId], *, wait: bool = True) -> None:
+        """Starts to greet these peers in the background, those that are not members yet.
+
+        Unless `wait` is False, `settled` gives them the time to answer.
+        """
         for peer in peers:
             if (
                 self._nursery is not None
@@ -204,6 +219,8 @@ class Membership:
                 and self._may_join(peer)
             ):
                 self._greeting.add(peer)
+                if wait:
+                    self._awaited[peer] = trio.current_time() + PATIENCE
                 self._nursery.start_soon(self._greet, peer, REDIALS)
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
@@ -240,12 +257,17 @@ class Membership:
                 except (RequestRefused, ProtocolError):
                     return
                 except ShoalError:
+                    self._no_longer_awaited(peer)
                     continue
                 self._welcomed(peer, welcome)
                 return
         finally:
             self._greeting.discard(peer)
-            self._notify()
+            self._no_longer_awaited(peer)
+
+    def _no_longer_awaited(self, peer: PeerId) -> None:
+        self._awaited.pop(peer, None)
+        self._notify()
 
     def _welcomed(self, peer: PeerId, welcome: Welcome) -> None:
         self._note(peer, welcome.tip, welcome.active)
@@ -292,7 +314,7 @@ class Membership:
             for peer in strangers:
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
-            self.meet(strangers)
+            self.meet(strangers, wait=False)  # many of them have left without a word
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
 
 

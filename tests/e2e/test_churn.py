@@ -33,7 +33,7 @@ async def test_a_run_outlives_everybody_it_began_with(swarm):
 
 async def test_peers_killed_in_mid_reduce_cost_only_an_attempt(swarm):
     slow = ("--max-upload", "60k")
-    founder = await swarm.found(*slow, model={"layers": 2, "width": 32})
+    founder = await swarm.found(*slow, model={"layers": 2, "width": 32}, round={"grace": 20.0})
     joiners = await swarm.joined(founder, "one", "two", "three", options=slow)
     alive = [founder, *joiners]
     run = bytes.fromhex(founder.run)
