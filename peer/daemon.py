@@ -14,9 +14,9 @@ import trio
 from dht import DHT, members_key
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
-from peer.data import Corpus
+from peer.data import STDLIB, Corpus
 from peer.events import EventLog
-from peer.home import Home, write_atomically
+from peer.home import Home, HomeError, write_atomically
 from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
@@ -26,7 +26,7 @@ from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import HandshakeError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
@@ -46,7 +46,7 @@ UNSPECIFIED = ("0.0.0.0", "::")
 Contact = tuple[PeerId | None, Address]
 
 
-class WrongHome(ShoalError):
+class WrongHome(HomeError):
     """The home belongs to another run."""
 
 
@@ -126,13 +126,22 @@ class _Daemon:
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
+        corpus = await self._compute(Corpus.open, config.data)
         await nursery.start(self.endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
         settings = manifest.settings
+        allowed = _allowed(manifest)
+        if allowed is not None and self.endpoint.peer_id not in allowed:
+            raise RequestRefused(
+                f"this run admits only the peers on its list, and {self.endpoint.peer_id} is not on it",
+                code="not_allowed",
+                hint="whoever founds a run can list you under membership.allow",
+            )
+        if settings.data.source == "text" and config.data == STDLIB:
+            raise DataError("the run trains on text that each peer brings", hint="say where yours is: --data PATH")
         self._keep_manifest(manifest)
-        corpus = await self._compute(Corpus.open, config.data)
         trainer = await self._compute(self._make_trainer, settings, corpus)
         local = await self._compute(self._own_checkpoint, manifest)
 
@@ -141,8 +150,8 @@ class _Daemon:
             self._dht,
             manifest.run_id,
             rng=self._rng,
-            limit=settings.limits.peers,
-            allowed=_allowed(settings),
+            limit=settings.limits.peers - 1,
+            allowed=allowed,
             seen=lambda peer: self._events.emit("peer_seen", peer=peer),
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
@@ -151,6 +160,7 @@ class _Daemon:
             manifest.run_id,
             settings=RoundTimes(grace=settings.round.grace),
             members=membership.partners,
+            admits=membership.may_join,
             report=self._report,
         )
         donor = Donor(self.endpoint, manifest.run_id, manifest.dump())
@@ -290,10 +300,12 @@ def _swarm_key(config: DaemonConfig) -> bytes | None:
     return config.home.swarm_key() if private else None
 
 
-def _allowed(settings: Settings) -> frozenset[PeerId] | None:
-    if settings.membership.policy != "allow":
+def _allowed(manifest: Manifest) -> frozenset[PeerId] | None:
+    """Who may take part: whom the manifest lists, and its founder; None for everybody."""
+    membership = manifest.settings.membership
+    if membership.policy != "allow":
         return None
-    return frozenset(PeerId.parse(text) for text in settings.membership.allow)
+    return frozenset({manifest.founder_id, *map(PeerId.parse, membership.allow)})
 
 
 def _read_book(home: Home) -> Iterable[Contact]:

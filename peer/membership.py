@@ -39,6 +39,9 @@ PATIENCE = 3.0
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
 
+NOT_ALLOWED, FULL = "not_allowed", "full"
+"""Codes of refusals that end what we want with the run."""
+
 RECORD_TTL = 120.0
 """Seconds that a membership record lives unless it is renewed."""
 
@@ -128,6 +131,8 @@ class Membership:
         self._awaited: dict[PeerId, float] = {}  # those whose first answer is still due, and until when we wait for it
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
+        self.refusal: RequestRefused | None = None
+        """Why the last member that refused us does not let us take part; None if none has."""
         endpoint.handle(Hello, self._on_hello)
 
     @property
@@ -216,7 +221,7 @@ class Membership:
                 and peer not in self._greeting
                 and peer not in self._members
                 and len(self._members) + len(self._greeting) < self._limit
-                and self._may_join(peer)
+                and self.may_join(peer)
             ):
                 self._greeting.add(peer)
                 if wait:
@@ -231,7 +236,8 @@ class Membership:
             for peer in self._members:
                 self._nursery.start_soon(self._tell, peer)
 
-    def _may_join(self, peer: PeerId) -> bool:
+    def may_join(self, peer: PeerId) -> bool:
+        """Whether the run admits this peer."""
         return self._allowed is None or peer in self._allowed
 
     def _notify(self) -> None:
@@ -254,7 +260,11 @@ class Membership:
                     await trio.sleep(2**attempt * self._rng.uniform(0.5, 1.0))
                 try:
                     welcome = await self._endpoint.request(peer, self._hello(), Welcome)
-                except (RequestRefused, ProtocolError):
+                except RequestRefused as error:
+                    if error.code in (NOT_ALLOWED, FULL):
+                        self.refusal = error
+                    return
+                except ProtocolError:
                     return
                 except ShoalError:
                     self._no_longer_awaited(peer)
@@ -278,10 +288,10 @@ class Membership:
     async def _on_hello(self, hello: Hello, stream: Stream) -> Welcome:
         if hello.run != self._run:
             raise RequestRefused("this peer takes part in another run", code="unknown_run")
-        if not self._may_join(stream.peer):
-            raise RequestRefused("this run admits only the peers on its list", code="not_allowed")
+        if not self.may_join(stream.peer):
+            raise RequestRefused("this run admits only the peers on its list", code=NOT_ALLOWED)
         if stream.peer not in self._members and len(self._members) >= self._limit:
-            raise RequestRefused(f"this peer keeps at most {self._limit} connections to members", code="full")
+            raise RequestRefused(f"this run is full: it admits {self._limit + 1} peers at most", code=FULL)
         self._note(stream.peer, hello.tip, hello.active)
         known = tuple(
             KnownMember(peer, self._endpoint.addresses(peer)[:8]) for peer in self._members if peer != stream.peer

@@ -78,6 +78,9 @@ class Node:
         Args:
             local: Our own checkpoint of this run, if there is one.
             founding: Whether to make the first state if no member has one.
+
+        Raises:
+            RequestRefused: The members do not let us take part.
         """
         state = await self._first_state(local, founding=founding)
         if local is not None:
@@ -97,6 +100,8 @@ class Node:
             newer = await self._fetch_better(state)
             if newer is not None:
                 return newer
+            if self.membership.refusal is not None and not self.membership.others:
+                raise self.membership.refusal
             if state is not None:
                 return state
             if founding:

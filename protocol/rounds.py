@@ -96,6 +96,7 @@ class Rounds:
         settings: How long to wait for what.
         members: Gives the live, synchronised members at the moment; whether it includes ourselves does not matter.
         report: Called with each `RoundEvent`.
+        admits: Whether a peer may take part in the run at all; those that may not are refused.
         tag: Tells concurrent collectives of one run apart.
     """
 
@@ -107,10 +108,11 @@ class Rounds:
         settings: RoundTimes,
         members: Callable[[], Collection[PeerId]],
         report: Callable[[RoundEvent], None],
+        admits: Callable[[PeerId], bool] = lambda peer: True,
         tag: str = "",
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
-        self._members, self._report = members, report
+        self._members, self._report, self._admits = members, report, admits
         self._inbox = RingInbox(run_id, tag, settings.stall)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
@@ -378,9 +380,11 @@ class Rounds:
 
     # What others ask.
 
-    def _check_request(self, request: Ready | RoundOpen | FetchResult) -> None:
+    def _check_request(self, request: Ready | RoundOpen | FetchResult, peer: PeerId) -> None:
         if (request.run, request.tag) != (self._run, self._tag):
             raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+        if not self._admits(peer):
+            raise RequestRefused("this run admits only the peers on its list", code="not_allowed")
         if self._tip is None or self._nursery is None:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
 
@@ -391,7 +395,7 @@ class Rounds:
             self._spread_news()
 
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         if request.revision <= self._finished:
@@ -417,7 +421,7 @@ class Rounds:
         return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         if request.revision <= self._finished:
@@ -430,7 +434,7 @@ class Rounds:
         return leadership.announced(stream.peer, request.remaining)
 
     async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
-        self._check_request(request)
+        self._check_request(request, stream.peer)
         reduced = self._results.get(request.revision)
         if reduced is None:
             raise RequestRefused(f"no result of revision {request.revision} is kept here", code="unknown_round")

@@ -10,26 +10,26 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-async def test_a_daemon_that_is_asked_to_leave_says_goodbye(swarm, number, code):
+async def test_a_daemon_that_is_asked_to_leave_says_goodbye(swarm):
     founder = await swarm.found()
-    (one,) = await swarm.joined(founder, "one")
-    one.send(number)
-    assert await swarm.ended(one) == code
-    assert one.of("stopped")[-1].text("reason") == "cancelled"
-    assert "error" not in one.log.read_text()
-    await swarm.until(lambda: bool(founder.of("peer_lost")), "the goodbye")
-    (lost,) = founder.of("peer_lost")
-    assert lost.peer == one.peer
-    assert "shutting down" in lost.text("reason")
+    joiners = await swarm.joined(founder, "one", "two")
+    for daemon, number, code in zip(joiners, (signal.SIGINT, signal.SIGTERM), (130, 0), strict=True):
+        daemon.send(number)
+        assert await swarm.ended(daemon) == code
+        assert daemon.of("stopped")[-1].text("reason") == "cancelled"
+        assert "error" not in daemon.log.read_text()
+    await swarm.until(lambda: len(founder.of("peer_lost")) == 2, "their goodbyes")
+    lost = founder.of("peer_lost")
+    assert [event.peer for event in lost] == [daemon.peer for daemon in joiners]
+    assert all("shutting down" in event.text("reason") for event in lost)
     await swarm.together(founder)
     await swarm.stop(founder)
 
 
 # A step of this model takes much longer than the two seconds that a daemon has for leaving.
 HUGE = {
-    "model": {"layers": 24, "width": 64, "heads": 4, "context": 128},
-    "inner": {"batch": 256},
+    "model": {"layers": 12, "width": 64, "heads": 4, "context": 128},
+    "inner": {"batch": 128},
     "algorithm": {"inner_steps": 3},
 }
 

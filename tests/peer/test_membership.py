@@ -5,8 +5,6 @@ import trio
 
 from dht import DHT
 from peer.membership import PATIENCE, Membership
-from peer.state import Tip
-from protocol.errors import RequestRefused
 from protocol.identity import Identity
 
 RUN = b"r" * 32
@@ -44,7 +42,7 @@ async def test_members_meet(members, autojump_clock):
 
 
 async def test_nobody_waits_long_for_a_member_that_has_gone_silent(members, autojump_clock):
-    network, (one, two, _) = await members(3)
+    network, (one, _, _) = await members(3)
     one.meet(endpoint.peer_id for endpoint in network.endpoints[1:])
     await one.settled()
     network.network.stall("h2")
