@@ -68,3 +68,23 @@ async def test_nobody_waits_for_the_second_dial_of_a_member_that_is_dead(members
     started = trio.current_time()
     await one.settled()
     assert trio.current_time() - started < 1.0  # and dialled again later
+
+
+async def test_a_run_with_a_list_refuses_others(members, autojump_clock):
+    listed = Identity.from_seed(bytes([1]) * 32).peer_id
+    network, (one, two) = await members(2, allowed=frozenset({listed}))
+    two.meet([listed])
+    await two.settled()
+    assert two.refusal.code == "not_allowed"
+    assert met(one) == met(two) == []
+
+
+async def test_a_run_that_is_full_refuses_others(members, autojump_clock):
+    network, (one, two, three) = await members(3, limit=1)
+    first, second, third = (endpoint.peer_id for endpoint in network.endpoints)
+    two.meet([first])
+    await two.settled()
+    three.meet([first])
+    await three.settled()
+    assert three.refusal.code == "full"
+    assert (met(one), met(two), met(three)) == ([second], [first], [])
