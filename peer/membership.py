@@ -21,10 +21,10 @@ import trio
 
 from dht import DHT, members_key
 from peer.state import Tip
-from protocol.connection import Stream
 from protocol.endpoint import Endpoint, PeerConnected, PeerLost
 from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.stream import Stream
 from protocol.transport import Address
 from protocol.wire import message
 
@@ -33,8 +33,8 @@ Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 REDIALS = 3
 """Attempts to reach a member whose connection broke, before it is forgotten."""
 
-PATIENCE = 3.0
-"""Seconds that a peer which is being dialled may keep us from going on without it."""
+SETTLE = 5.0
+"""Seconds that are worth waiting for a member that may have lost its connection only."""
 
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
@@ -56,6 +56,15 @@ class TipClaim:
 
 
 @attrs.frozen
+class StatusClaim:
+    """What a member says of itself. Of two claims, the one with the higher number is the later one."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    tip: TipClaim | None
+    active: bool
+
+
+@attrs.frozen
 class KnownMember:
     """A member by name, with where it was last reached."""
 
@@ -68,16 +77,14 @@ class Hello:
     """A member's first word on a connection, and again whenever its status changes."""
 
     run: Bytes32
-    tip: TipClaim | None
-    active: bool
+    status: StatusClaim
 
 
 @message("member.welcome")
 class Welcome:
     """The answer to a hello: the same about us, and the members that we know."""
 
-    tip: TipClaim | None
-    active: bool
+    status: StatusClaim
     members: Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=256)]
 
 
@@ -88,6 +95,7 @@ class Member:
     peer: PeerId
     tip: Tip | None
     active: bool
+    number: int
 
 
 class Membership:
@@ -126,9 +134,10 @@ class Membership:
         self._lost = lost
         self._tip: Tip | None = None
         self._active = False
+        self._number = 0
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
-        self._awaited: dict[PeerId, float] = {}  # those whose first answer is still due, and until when we wait for it
+        self._awaited: set[PeerId] = set()  # those of them who were here a moment ago, or are with others
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         self.refusal: RequestRefused | None = None
@@ -183,13 +192,13 @@ class Membership:
         await self._changed.wait()
 
     async def settled(self) -> None:
-        """Returns when every member that we have just heard of, or lost, has answered or failed to.
+        """Returns when whoever should be here is, or has failed to answer: the rest is out of reach for now.
 
-        Whoever needs longer than `PATIENCE` is out of reach for now, and so is whoever does not answer at once but is
-        dialled again.
+        Waits for the first attempt to greet each peer that was connected, or is connected to another member, but not
+        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds.
         """
-        while deadlines := [time for time in self._awaited.values() if time > trio.current_time()]:
-            with trio.move_on_at(min(deadlines)):
+        with trio.move_on_after(SETTLE):
+            while self._awaited:
                 await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -209,10 +218,10 @@ class Membership:
             finally:
                 self._nursery = None
 
-    def meet(self, peers: Iterable[PeerId], *, wait: bool = True) -> None:
+    def meet(self, peers: Iterable[PeerId], *, expected: bool = True) -> None:
         """Starts to greet these peers in the background, those that are not members yet.
 
-        Unless `wait` is False, `settled` gives them the time to answer.
+        `expected` peers are likely to answer, so that `settled` waits for them.
         """
         for peer in peers:
             if (
@@ -224,13 +233,14 @@ class Membership:
                 and self.may_join(peer)
             ):
                 self._greeting.add(peer)
-                if wait:
-                    self._awaited[peer] = trio.current_time() + PATIENCE
+                if expected:
+                    self._awaited.add(peer)
                 self._nursery.start_soon(self._greet, peer, REDIALS)
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
         """Sets our status and tells every member, without waiting for those that are slow to hear it."""
         self._tip, self._active = tip, active
+        self._number += 1
         self._notify()
         if self._nursery is not None:
             for peer in self._members:
@@ -245,11 +255,16 @@ class Membership:
         self._changed = trio.Event()
 
     def _hello(self) -> Hello:
-        return Hello(self._run, _claim(self._tip), self._active)
+        return Hello(self._run, self._status())
+
+    def _status(self) -> StatusClaim:
+        tip = self._tip
+        claim = None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)
+        return StatusClaim(self._number, claim, self._active)
 
     async def _tell(self, peer: PeerId) -> None:
         try:
-            self._welcomed(peer, await self._endpoint.request(peer, self._hello(), Welcome))
+            self._welcomed(peer, self._number, await self._endpoint.request(peer, self._hello(), Welcome))
         except ShoalError:
             return  # a broken connection is reported by the endpoint, and a slow member hears the next announcement
 
@@ -259,6 +274,7 @@ class Membership:
                 if attempt:
                     await trio.sleep(2**attempt * self._rng.uniform(0.5, 1.0))
                 try:
+                    told = self._number
                     welcome = await self._endpoint.request(peer, self._hello(), Welcome)
                 except RequestRefused as error:
                     if error.code in (NOT_ALLOWED, FULL):
@@ -267,20 +283,20 @@ class Membership:
                 except ProtocolError:
                     return
                 except ShoalError:
-                    self._no_longer_awaited(peer)
+                    self._awaited.discard(peer)
+                    self._notify()
                     continue
-                self._welcomed(peer, welcome)
+                self._welcomed(peer, told, welcome)
                 return
         finally:
             self._greeting.discard(peer)
-            self._no_longer_awaited(peer)
+            self._awaited.discard(peer)
+            self._notify()
 
-    def _no_longer_awaited(self, peer: PeerId) -> None:
-        self._awaited.pop(peer, None)
-        self._notify()
-
-    def _welcomed(self, peer: PeerId, welcome: Welcome) -> None:
-        self._note(peer, welcome.tip, welcome.active)
+    def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
+        self._note(peer, welcome.status)
+        if self._nursery is not None and told < self._number:
+            self._nursery.start_soon(self._tell, peer)  # our status has changed since the hello
         for known in welcome.members:
             self._endpoint.learn(known.peer, *known.addresses)
         self.meet(known.peer for known in welcome.members)
@@ -292,19 +308,21 @@ class Membership:
             raise RequestRefused("this run admits only the peers on its list", code=NOT_ALLOWED)
         if stream.peer not in self._members and len(self._members) >= self._limit:
             raise RequestRefused(f"this run is full: it admits {self._limit + 1} peers at most", code=FULL)
-        self._note(stream.peer, hello.tip, hello.active)
+        self._note(stream.peer, hello.status)
         known = tuple(
             KnownMember(peer, self._endpoint.addresses(peer)[:8]) for peer in self._members if peer != stream.peer
         )
-        return Welcome(_claim(self._tip), self._active, known[:256])
+        return Welcome(self._status(), known[:256])
 
-    def _note(self, peer: PeerId, tip: TipClaim | None, active: bool) -> None:
+    def _note(self, peer: PeerId, status: StatusClaim) -> None:
         if not self._endpoint.is_connected(peer):
             return
-        new = peer not in self._members
-        claimed = None if tip is None else Tip(tip.revision, tip.weight, tip.digest)
-        self._members[peer] = Member(peer, claimed, active)
-        if new:
+        known = self._members.get(peer)
+        if known is not None and known.number > status.number:
+            return  # claims travel on streams of their own, and may overtake each other
+        tip = None if status.tip is None else Tip(status.tip.revision, status.tip.weight, status.tip.digest)
+        self._members[peer] = Member(peer, tip, status.active, status.number)
+        if known is None:
             self._seen(peer)
         self._notify()
 
@@ -324,9 +342,5 @@ class Membership:
             for peer in strangers:
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
-            self.meet(strangers, wait=False)  # many of them have left without a word
+            self.meet(strangers, expected=False)
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
-
-
-def _claim(tip: Tip | None) -> TipClaim | None:
-    return None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)

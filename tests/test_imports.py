@@ -18,14 +18,18 @@ MAY_IMPORT = {
 SHELLS = {
     "protocol/channel.py",
     "protocol/connection.py",
+    "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
     "protocol/member.py",
     "protocol/memory.py",
+    "protocol/portmap.py",
     "protocol/rounds.py",
     "protocol/sessions.py",
+    "protocol/stream.py",
     "protocol/tcp.py",
     "protocol/transfer.py",
+    "protocol/upnp.py",
     "dht/node.py",
     "dht/service.py",
 }
