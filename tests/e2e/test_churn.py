@@ -33,7 +33,8 @@ async def test_a_run_outlives_everybody_it_began_with(swarm):
 
 async def test_peers_killed_in_mid_reduce_cost_only_an_attempt(swarm):
     slow = ("--max-upload", "60k")
-    founder = await swarm.found(*slow, model={"layers": 2, "width": 32}, round={"grace": 20.0})
+    larger = {"model": {"layers": 2, "width": 32}, "algorithm": {"inner_steps": 100}, "round": {"grace": 20.0}}
+    founder = await swarm.found(**larger)
     joiners = await swarm.joined(founder, "one", "two", "three", options=slow)
     alive = [founder, *joiners]
     run = bytes.fromhex(founder.run)
