@@ -199,7 +199,14 @@ def test_home_that_offers_port_mapping_does(port_mapping, internet, tmp_path):
     with listen(host):
         assert reaches(stranger, (host.public, 7001))
         assert not reaches(stranger, (host.public, PORT))
-    search = 'M-SEARCH * HTTP/1.1\r\nHOST: 239.255.255.250:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\nST: upnp:rootdevice\r\n\r\n'
+    lines = (
+        "M-SEARCH * HTTP/1.1",
+        "HOST: 239.255.255.250:1900",
+        'MAN: "ssdp:discover"',
+        "MX: 1",
+        "ST: upnp:rootdevice",
+    )
+    search = "".join(f"{line}\r\n" for line in (*lines, ""))
     assert f"http://{home.gateway}:5000/".encode() in ask(host, ("239.255.255.250", 1900), search.encode())
 
 
