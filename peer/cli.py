@@ -326,11 +326,11 @@ def _run_node(
     """Runs a daemon until it ends; exits with its code unless it is done."""
     from peer.console import Console
     from peer.events import EventLog
-    from peer.foreground import run_in_foreground
+    from peer.foreground import ended_by_sigterm, run_in_foreground
     from peer.home import write_atomically
     from peer.status import StatusFile
 
-    with home.lock(), EventLog(node.events, home.identity.peer_id) as events:
+    with ended_by_sigterm(), home.lock(), EventLog(node.events, home.identity.peer_id) as events:
         # Only now, when all that a user may have got wrong is checked: this imports torch.
         from peer.daemon import DaemonConfig, run_daemon
 

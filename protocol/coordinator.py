@@ -160,7 +160,7 @@ class Coordinator:
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`."""
         self._candidates[peer] = candidate
-        self._heard = max(self._heard, heard.attempt)
+        self._hear(heard)
 
     def gone(self, peer: PeerId) -> None:
         """A ready peer's stream has ended."""
@@ -176,10 +176,15 @@ class Coordinator:
             self._accepted.add(peer)
 
     def rejected(self, peer: PeerId, ballot: Ballot, promised: Ballot) -> None:
-        self._heard = max(self._heard, promised.attempt)
+        self._hear(promised)
         if self.plan is not None and ballot == self.plan.ballot:
             self._refused.add(peer)
             self._refusals[peer] += 1
+
+    def _hear(self, ballot: Ballot) -> None:
+        """Our attempts have to go past this one; but a liar must not use up the numbers."""
+        if ballot.attempt <= MAX_ATTEMPT // 2:
+            self._heard = max(self._heard, ballot.attempt)
 
     def failed(self, peer: PeerId, ballot: Ballot, suspect: PeerId, progress: int, now: float) -> None:
         """A member cannot go on, and blames a neighbour."""
@@ -199,7 +204,7 @@ class Coordinator:
         elif ballot == plan.ballot:
             if plan_id == plan.id:
                 self._holders.add(peer)
-        elif peer in plan.members:
+        elif ballot < plan.ballot and peer in plan.members:
             self._rival = peer  # the plan that is out can never complete, see protocol.ballots
 
     def finished_elsewhere(self, holder: PeerId) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from protocol.coordinator import Aborted, Announce, Candidate, Coordinator, RoundTimes, Send, View
 from protocol.identity import PeerId
-from protocol.plan import NO_BALLOT, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
 
 RUN = bytes(32)
@@ -183,6 +184,17 @@ def test_attempts_go_past_every_ballot_that_was_heard_of():
     table.ready(A, heard=Ballot(7, 3, B))
     table.poll()
     assert table.plan.attempt == 8
+
+
+def test_liars_cannot_use_up_the_attempts():
+    table = Table(live=[US, A])
+    table.ready(US)
+    table.ready(A, heard=Ballot(MAX_ATTEMPT, 0, B))
+    table.poll()
+    assert table.plan.attempt == 1
+    table.complete(A, plan=attrs.evolve(table.plan, attempt=9))
+    table.poll()
+    assert table.core.holder is None
 
 
 def test_over_when_all_have_the_result():

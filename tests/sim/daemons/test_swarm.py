@@ -126,7 +126,7 @@ async def test_a_stalled_peer_is_left_behind_and_catches_up(autojump_clock, simu
 async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
-        peers = a, _, _, d, e = [await simulated_swarm.start(name) for name in "abcde"]
+        peers = a, _, _, _, e = [await simulated_swarm.start(name) for name in "abcde"]
         await e.until_round(2)
         simulated_swarm.network.partition("abc", "de")
         cut = max(a.digests())
