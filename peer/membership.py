@@ -134,7 +134,8 @@ class Membership:
         self._number = 0
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
-        self._awaited: set[PeerId] = set()  # those of them who were here a moment ago, or are with others
+        # Those of them who were here a moment ago, or are with others, and until when they are worth waiting for.
+        self._awaited: dict[PeerId, float] = {}
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         endpoint.handle(Hello, self._on_hello)
@@ -190,10 +191,10 @@ class Membership:
         """Returns when whoever should be here is, or has failed to answer: the rest is out of reach for now.
 
         Waits for the first attempt to greet each peer that was connected, or is connected to another member, but not
-        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds.
+        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds, however often it is called.
         """
-        with trio.move_on_after(SETTLE):
-            while self._awaited:
+        while self._awaited and (deadline := max(self._awaited.values())) > trio.current_time():
+            with trio.move_on_at(deadline):
                 await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -226,7 +227,7 @@ class Membership:
             ):
                 self._greeting.add(peer)
                 if expected:
-                    self._awaited.add(peer)
+                    self._awaited[peer] = trio.current_time() + SETTLE
                 self._nursery.start_soon(self._greet, peer, REDIALS)
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
@@ -270,14 +271,14 @@ class Membership:
                 except (RequestRefused, ProtocolError):
                     return
                 except ShoalError:
-                    self._awaited.discard(peer)
+                    self._awaited.pop(peer, None)
                     self._notify()
                     continue
                 self._welcomed(peer, told, welcome)
                 return
         finally:
             self._greeting.discard(peer)
-            self._awaited.discard(peer)
+            self._awaited.pop(peer, None)
             self._notify()
 
     def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
