@@ -21,6 +21,7 @@ SHELLS = {
     "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
+    "protocol/leadership.py",
     "protocol/member.py",
     "protocol/memory.py",
     "protocol/portmap.py",
