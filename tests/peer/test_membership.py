@@ -159,6 +159,10 @@ async def test_settled_does_not_wait_for_those_that_only_the_dht_remembers(autoj
         before = trio.current_time()
         await newcomer.membership.settled()
         assert 0 < trio.current_time() - before <= SETTLE
+        # Nor again in the next round, although it is still being dialled.
+        before = trio.current_time()
+        await newcomer.membership.settled()
+        assert trio.current_time() == before
 
 
 async def test_a_run_that_is_full_refuses_others(autojump_clock, mesh, site):
