@@ -427,9 +427,10 @@ class Conversation(RuleBasedStateMachine):
 
     @invariant()
     def no_more_than_the_window_is_buffered(self):
-        for streams in getattr(self, "streams", []):
-            assert all(stream.available <= stream.window for stream in streams.values())
-            assert sum(stream.window - INITIAL_WINDOW for stream in streams.values()) <= 2 * LIMITS.max_buffered
+        for side in getattr(self, "sides", []):
+            streams = side._streams.values()
+            assert all(stream.available <= stream.window for stream in streams)
+            assert sum(stream.window - INITIAL_WINDOW for stream in streams) <= LIMITS.max_buffered
 
     def teardown(self):
         """When everybody sends and reads, everything arrives."""
