@@ -78,12 +78,12 @@ class DemoOptions:
 
 
 def demo_settings(rounds: int, inner_steps: int, data: str = "stdlib") -> Settings:
-    """The run that the demo trains: a byte-level transformer of 0.8 million parameters, minutes on two cores."""
+    """The run that the demo trains: a byte-level transformer of half a million parameters, minutes on two cores."""
     return Settings(
         run=RunSettings(name="demo", seed=1, rounds=rounds),
-        model=ModelSettings(layers=4, width=128, heads=4, context=128),
+        model=ModelSettings(layers=2, width=144, heads=4, context=64),
         data=DataSettings(source="stdlib" if data == "stdlib" else "text"),
-        inner=InnerSettings(lr=4e-3, warmup=20, batch=16),
+        inner=InnerSettings(lr=3e-3, warmup=20, batch=16),
         algorithm=AlgorithmSettings(inner_steps=inner_steps, outer_lr=0.7, outer_momentum=0.5),
         round=RoundSettings(grace=10.0),
     )

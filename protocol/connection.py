@@ -55,7 +55,7 @@ class Limits:
     max_connections: int = attrs.field(default=256, validator=ge(1))
     """Connections with others at a time."""
     max_pending_handshakes: int = attrs.field(default=64, validator=ge(1))
-    """Incoming connections that have not yet proved who they are."""
+    """Incoming connections that have not yet proved who they are; a further one replaces the oldest."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
     window: int = attrs.field(default=1 << 20, validator=ge(1 << 16))

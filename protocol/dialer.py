@@ -33,7 +33,7 @@ async def first_to_answer(
     async def try_one(address: Address, failed: trio.Event, everything: trio.CancelScope) -> None:
         try:
             channel = await attempt(address)
-        except (HandshakeError, PeerUnreachable) as error:
+        except ShoalError as error:
             failures[address] = error
             failed.set()
             return

@@ -115,7 +115,8 @@ class Endpoint:
         transport: How others are reached.
         psk: The run's swarm key (32 bytes), or None for a public run.
         limits: See `Limits`.
-        rng: The source of randomness for everything that is no secret.
+        rng: The source of randomness for everything that is no secret. It must be in another state at every start of
+            a peer, as that is how others notice that it was restarted.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Endpoint:
         self._links: dict[PeerId, _Link] = {}  # the connection to use with each peer
         self._connections: set[Connection] = set()  # all of them, with retired ones
         self._dials: dict[PeerId | Address, _Dial] = {}
-        self._greetings = 0
+        self._greetings: dict[trio.CancelScope, None] = {}  # handshakes of those who dial us, the oldest first
         self._book = AddressBook()
         self._strikes = Strikes()
         self._watchers: set[trio.MemorySendChannel[PeerConnected | PeerLost]] = set()
@@ -401,24 +402,27 @@ class Endpoint:
                 stream = await listener.accept()
             except AddressError:  # it was closed: we are about to be cancelled
                 return
-            if self._greetings >= self._limits.max_pending_handshakes:
-                await stream.aclose()
-                continue
-            self._greetings += 1
-            self._running().start_soon(self._greet, stream)
+            if len(self._greetings) >= self._limits.max_pending_handshakes:
+                oldest = next(iter(self._greetings))  # an honest one would be done: whoever stalls must not lock us up
+                del self._greetings[oldest]
+                oldest.cancel()
+            scope = trio.CancelScope()
+            self._greetings[scope] = None
+            self._running().start_soon(self._greet, stream, scope)
 
-    async def _greet(self, stream: ByteStream) -> None:
+    async def _greet(self, stream: ByteStream, scope: trio.CancelScope) -> None:
         try:
-            features = self._hello(0)
-            channel = await handshake(stream, self._identity, initiator=False, psk=self._psk, features=features)
-            theirs = await self._theirs(channel)
+            with scope:
+                features = self._hello(0)
+                channel = await handshake(stream, self._identity, initiator=False, psk=self._psk, features=features)
+                theirs = await self._theirs(channel)
+                if theirs.port and channel.peer_id != self.peer_id:
+                    self.learn(channel.peer_id, Address(channel.remote.host, theirs.port))
+                self._register(channel, theirs, initiator=False, dial=theirs.dial)
         except HandshakeError:
-            return  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
+            pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
         finally:
-            self._greetings -= 1
-        if theirs.port and channel.peer_id != self.peer_id:
-            self.learn(channel.peer_id, Address(channel.remote.host, theirs.port))
-        self._register(channel, theirs, initiator=False, dial=theirs.dial)
+            self._greetings.pop(scope, None)
 
     def _hello(self, dial: int) -> bytes:
         port = 0 if self.address is None else self.address.port

@@ -13,7 +13,9 @@ import pytest
 import trio
 from msgspec import Meta
 
-from protocol.endpoint import Endpoint, Limits, PeerConnected, PeerLost
+from protocol import wire
+from protocol.channel import handshake
+from protocol.endpoint import Endpoint, Hello, Limits, PeerConnected, PeerLost
 from protocol.errors import (
     HandshakeError,
     PeerGone,
@@ -25,6 +27,7 @@ from protocol.errors import (
     StreamReset,
     WrongPeer,
 )
+from protocol.frames import Kind, pack
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.tcp import TcpTransport
@@ -634,6 +637,122 @@ async def test_over_tcp(start):
         await a.endpoint.connect(Address("127.0.0.1", 1))
     await b.stop()
     await a.stop()
+
+
+async def intruder(network, address, features=None):
+    """A secure channel of somebody who may then say whatever he likes."""
+    stream = await network.transport("intruder").dial(address)
+    hello = wire.encode(Hello(bytes(8), 1, 0)) if features is None else features
+    return await handshake(stream, Identity.from_seed(bytes(32)), initiator=True, features=hello)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [b"garbage"],
+        [b""],
+        [pack(Kind.OPEN, 0, 1) + pack(Kind.DATA, 0, 1, b"\xff\xff\xff\xff")],  # a message that is too long
+        [pack(Kind.OPEN, 0, 1) + pack(Kind.DATA, 0, 1, b"\0\0\0\x03abc")],
+        [pack(Kind.OPEN, 0, 1) + pack(Kind.DATA, 1, 1, b"\0\0\0\x03ab")],
+        [pack(Kind.OPEN, 0, 1), *[pack(Kind.DATA, 0, 1, bytes(60_000))] * 2],
+    ],
+)
+async def test_rule_breakers_are_shown_out(start, network, autojump_clock, records):
+    a = await start(1)
+    channel = await intruder(network, a.endpoint.address)
+    await channel.send(*records)
+    received = bytearray()
+    with pytest.raises(PeerGone):
+        while True:
+            received += await channel.receive()
+    assert b"protocol error" in received
+    assert a.endpoint.connected == ()
+    await channel.aclose()
+
+
+async def test_wrong_introductions_get_nowhere(start, network, autojump_clock):
+    a = await start(1)
+    channel = await intruder(network, a.endpoint.address, features=b"\x90")
+    with pytest.raises(PeerGone):
+        await channel.receive()
+    assert a.endpoint.connected == ()
+    await channel.aclose()
+
+
+async def test_stalled_handshakes_lock_nobody_out(start, network, autojump_clock):
+    a, b = await start(1, limits=Limits(max_pending_handshakes=3)), await start(2)
+    streams = [await network.transport("intruder").dial(a.endpoint.address) for _ in range(10)]
+    await trio.sleep(1)
+    assert await b.endpoint.request(a.peer, Echo(""), Echo) == Echo("!")
+    for stream in streams:
+        await stream.aclose()
+
+
+async def test_who_stops_reading_is_dropped_though_he_answers_pings(start, network, autojump_clock):
+    """He takes no data: after a while there is no room for it on the way."""
+    asked = trio.Event()
+
+    async def blob(request, stream):
+        asked.set()
+        await stream.send_bytes(bytes(request.size))
+
+    a = await start(1, handlers=[(Blob, blob)])
+    channel = await intruder(network, a.endpoint.address)
+    request = wire.encode(Blob(50_000_000))
+    message = len(request).to_bytes(4, "big") + request
+    await channel.send(
+        pack(Kind.OPEN, 1, 1) + pack(Kind.DATA, 1, 1, message) + pack(Kind.CREDIT, 0, 1, b"\x7f\0\0\0"),
+    )
+    await asked.wait()
+    began = trio.current_time()
+    with a.endpoint.watch() as events:
+        while True:
+            with trio.move_on_after(1):
+                lost = await events.receive()
+                break
+            await channel.send(pack(Kind.PONG, 0, 0, bytes(8)))
+    assert "took no data" in lost.reason
+    assert trio.current_time() - began < 40
+    await channel.aclose()
+
+
+async def test_being_suspended_is_not_taken_for_the_others_silence(start, autojump_clock):
+    a, b = await start(1), await start(2)
+    await a.endpoint.request(b.peer, Echo(""), Echo)
+    with a.endpoint.watch() as events_a, b.endpoint.watch() as events_b:
+        for seconds in (5, 60, 4000):
+            await trio.sleep(3.3)
+            autojump_clock.jump(seconds)
+        await trio.sleep(10)
+        for events in (events_a, events_b):
+            with pytest.raises(trio.WouldBlock):
+                events.receive_nowait()
+
+
+@pytest.mark.parametrize("seed", range(15))
+async def test_dialling_each_other_at_any_time_loses_nothing(start, network, autojump_clock, seed):
+    rng = random.Random(seed)
+    nodes = [await start(number) for number in (1, 2, 3)]
+    network.set_link("host1", "host2", latency=rng.random() * 0.2)
+    kept = {frozenset((this.peer, other.peer)): 0 for this in nodes for other in nodes if this is not other}
+
+    async def ask(this, other):
+        await trio.sleep(rng.random() * 0.5)
+        if rng.random() < 0.3:
+            await this.endpoint.connect(other.endpoint.address)
+        for _ in range(rng.randrange(5)):
+            assert await this.endpoint.request(other.peer, Echo("x" * rng.randrange(100_000)), Echo)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(30):
+            nursery.start_soon(ask, *rng.sample(nodes, 2))
+    await trio.sleep(30)
+    for node in nodes:
+        assert len(node.endpoint.connected) == len(node.endpoint._connections) == 2
+        for connection in node.endpoint._connections:
+            assert not connection._mux.retired
+            kept[frozenset((node.peer, connection.peer))] += 1
+    assert set(kept.values()) == {2}
 
 
 async def cycle(a, b, times):

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from protocol.rate import TokenBucket
+
+
+def test_a_rate_is_kept_over_time():
+    bucket = TokenBucket(1e6)
+    now = sent = 0.0
+    while sent < 1e7:
+        now += bucket.delay(now)
+        bucket.spend(50_000, now)
+        sent += 50_000
+    assert now == pytest.approx(10, abs=0.2)
+
+
+def test_unused_budget_does_not_pile_up():
+    bucket = TokenBucket(1e6)
+    assert bucket.level(0) == 100_000
+    assert bucket.level(1000) == 100_000
+    bucket.spend(300_000, 1000)
+    assert bucket.level(1000) == -200_000
+    assert bucket.delay(1000) == pytest.approx(0.208192)
+    assert bucket.delay(1001) == 0
+
+
+def test_low_rates_still_make_progress():
+    bucket = TokenBucket(10)
+    bucket.spend(20_000, 0)
+    delay = bucket.delay(0)
+    assert bucket.delay(delay + 0.001) == 0
+
+
+def test_a_rate_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="above zero"):
+        TokenBucket(0)
