@@ -9,7 +9,6 @@ a record that was begun has to be completed.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -31,7 +30,20 @@ from protocol.errors import (
 )
 from protocol.frames import MAX_RECORD, U32, Buffer
 from protocol.identity import PeerId
-from protocol.mux import Event, Goodbye, Mux, MuxLimits, MuxStream, Opened, Pong, Readable, Reset, Retired, Stopped
+from protocol.mux import (
+    INITIAL_WINDOW,
+    Event,
+    Goodbye,
+    Mux,
+    MuxLimits,
+    MuxStream,
+    Opened,
+    Pong,
+    Readable,
+    Reset,
+    Retired,
+    Stopped,
+)
 from protocol.rate import TokenBucket
 from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
@@ -45,6 +57,8 @@ _LARGEST_WRITE = 16 * MAX_RECORD
 _WRITE_SECONDS = (0.01, 0.05)
 _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so long is of no use
 _FAREWELL = 1.0  # seconds for saying goodbye
+_STALL = 60.0  # seconds in which a peer that we send data to has to take at least an initial window of it
+_WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -94,9 +108,8 @@ class Stream:
         self._closed = False
         self._busy: set[str] = set()
         # A message being received: kept here so that a cancelled receive loses nothing.
-        self._partial = bytearray(U32.size)
-        self._filled = 0
-        self._in_message = False
+        self._partial = bytearray()
+        self._size: int | None = None  # once its length has arrived
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,9 +130,7 @@ class Stream:
         """As `send`, for an encoded message; `last` finishes the stream with the same frame."""
         with self._exclusive("send"):
             self._check_sendable()
-            while self._raw.pending and self._raw.pending + len(data) > _SEND_BUFFER:
-                await self._writable.park()
-                self._check_sendable()
+            await self._until_pending(max(0, _SEND_BUFFER - len(data)))
             self._mux.write(self._raw, U32.pack(len(data)) + data)
             if last:
                 self._mux.finish(self._raw)
@@ -143,9 +154,7 @@ class Stream:
             self._mux.write(self._raw, view.cast("B"))
             self._connection.kick()
             try:
-                while self._raw.pending:
-                    self._check_sendable()
-                    await self._writable.park()
+                await self._until_pending(0)
                 if self._raw.lost:
                     self._check_sendable()
             finally:
@@ -189,16 +198,19 @@ class Stream:
         """
         view = memoryview(buffer)
         with self._exclusive("receive"):
-            if self._in_message or self._filled:
+            if self._size is not None or self._partial:
                 raise RuntimeError("a message has been received in part: its receive has to be completed first")
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
             view = view.cast("B")
             filled = 0
+            self._mux.widen(self._raw)
+            self._connection.kick()
             try:
                 while filled < len(view):
-                    filled += await self._read(view[filled:], started=filled > 0)
+                    await self._until_readable(started=filled > 0)
+                    filled += self._take(view[filled:])
             finally:
                 if 0 < filled < len(view):
                     self.reset()
@@ -243,35 +255,55 @@ class Stream:
 
     async def _receive_message(self) -> bytearray:
         while True:
-            with memoryview(self._partial) as view:
-                while self._filled < len(view):
-                    started = self._in_message or self._filled > 0
-                    self._filled += await self._read(view[self._filled :], started=started)
-            complete, self._filled = self._partial, 0
-            if self._in_message:
-                self._partial, self._in_message = bytearray(U32.size), False
+            wanted = U32.size if self._size is None else self._size
+            while len(self._partial) < wanted:
+                await self._until_readable(started=self._size is not None or len(self._partial) > 0)
+                # It grows by what has arrived: announcing a long message costs the other side nothing.
+                piece = bytearray(min(wanted - len(self._partial), self._raw.available))
+                self._take(memoryview(piece))
+                self._partial += piece
+            complete, self._partial = self._partial, bytearray()
+            if self._size is not None:
+                self._size = None
                 return complete
             (size,) = U32.unpack(complete)
             if not 0 < size <= MAX_MESSAGE:
                 self._violation(f"a message of {size} bytes was announced")
-            self._partial, self._in_message = bytearray(size), True
+            self._size = size
 
-    async def _read(self, view: memoryview, *, started: bool) -> int:
-        """Waits for at least one byte and returns how many were moved to the view."""
+    def _take(self, view: memoryview) -> int:
+        """Moves what is there to the view, and lets the peer send as much again."""
+        count = self._mux.read_into(self._raw, view)
+        self._connection.grant(self._raw, count)
+        return count
+
+    async def _until_readable(self, *, started: bool) -> None:
+        """Waits for at least one byte of what has been `started`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             if self._reset is not None:
                 raise self._reset_error()
             if self._raw.available:
-                count = self._mux.read_into(self._raw, view)
-                self._connection.grant(self._raw, count)
-                return count
+                return
             if self._raw.at_end:
                 if started:
                     self._violation("the stream ended too early")
                 raise StreamEnded(f"{self.peer.short} finished the stream")
             self._connection.check()
             await self._readable.park()
+
+    async def _until_pending(self, most: int) -> None:
+        """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
+        while self._raw.pending > most:
+            before = self._raw.pending
+            with trio.move_on_after(_STALL) as patience:
+                while self._raw.pending > most:
+                    self._check_sendable()
+                    await self._writable.park()
+                self._check_sendable()
+            if patience.cancelled_caught and self._raw.starved and before - self._raw.pending < INITIAL_WINDOW:
+                self.reset("", "too slow")
+                raise StreamReset(f"{self.peer.short} took hardly anything for {_STALL:g} s")
 
     def _check_sendable(self) -> None:
         if self._reset is not None:
@@ -342,7 +374,7 @@ class Connection:
         self._ended = ended
         self._upload = upload
         self._download = download
-        self._withheld: deque[tuple[MuxStream, int]] = deque()
+        self._withheld: dict[MuxStream, int] = {}
         self._granting = trio.lowlevel.ParkingLot()
         self._mux = Mux(
             initiator=initiator,
@@ -395,6 +427,7 @@ class Connection:
 
         Raises:
             PeerGone: If the connection is over.
+            ProtocolError: If the peer does not end its side of streams that we have ended. The connection ends.
         """
         ours = 1 if self.initiator else 0
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -402,6 +435,10 @@ class Connection:
         while sum(1 for number in self._streams if number % 2 == ours) >= max(1, self._limits.max_streams // 2):
             await self._slots.park()
             self.check()
+        if self._mux.opened > 2 * self._limits.max_streams:
+            error = ProtocolError(f"{self.peer.short} does not end its side of streams")
+            self.fail(error)
+            raise error
         stream = Stream(self, self._mux.open(bulk=bulk))
         self._streams[stream._raw.id] = stream
         return stream
@@ -430,7 +467,7 @@ class Connection:
     def grant(self, raw: MuxStream, count: int) -> None:
         """Lets the peer send as many bytes again, not before the download cap allows it."""
         if raw.bulk and self._download is not None:
-            self._withheld.append((raw, count))
+            self._withheld[raw] = self._withheld.get(raw, 0) + count
             self._granting.unpark_all()
         else:
             self._mux.grant(raw, count)
@@ -462,15 +499,21 @@ class Connection:
         self._ended(self)
 
     async def _read(self) -> None:
+        patience = TokenBucket(_WORK_PER_SECOND)
         try:
             while self.failure is None:
                 record = await self.channel.receive()
-                self._heard_at = trio.current_time()
+                self._heard_at = now = trio.current_time()
+                work = self._mux.work
                 for event in self._mux.receive(record):
                     self._dispatch(event)
                 self._end_if_done()
                 if self._mux.urgent or self._mux.bulk_waiting:
                     self.kick()
+                # Whoever floods us waits, so that others get their turn.
+                patience.spend(self._mux.work - work, now)
+                if delay := patience.delay(now):
+                    await trio.sleep(delay)
         except PeerGone as error:
             self._end(error)
         except ProtocolError as error:
@@ -582,7 +625,8 @@ class Connection:
             while not self._withheld:
                 await self._granting.park()
             await trio.sleep(download.delay(trio.current_time()))
-            raw, count = self._withheld.popleft()
+            raw = next(iter(self._withheld))
+            count = self._withheld.pop(raw)
             download.spend(count, trio.current_time())
             self._mux.grant(raw, count)
             self.kick()

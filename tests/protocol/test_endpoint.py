@@ -30,6 +30,7 @@ from protocol.errors import (
 from protocol.frames import Kind, pack
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
+from protocol.mux import INITIAL_WINDOW
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
 from protocol.wire import message
@@ -283,7 +284,7 @@ async def test_a_stream_that_nobody_reads_blocks_no_other(start, autojump_clock)
         buffered = sum(
             stream._raw.available for connection in b.endpoint._connections for stream in connection._streams.values()
         )
-        assert 5 * 500_000 < buffered <= 5 * Limits().window
+        assert 5 * 50_000 < buffered <= 5 * INITIAL_WINDOW
         released.set()
 
 
