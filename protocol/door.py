@@ -92,8 +92,8 @@ class Door:
         if new.initiator:
             return None
         incoming = [origin(other.channel.remote.host) for other in connections if not other.initiator]
-        if len(incoming) > max(1, limit * 3 // 4):
+        if len(incoming) > limit - limit // 4:
             return "too many connections"
-        if incoming.count(origin(new.channel.remote.host)) > max(1, limit // 2):
+        if incoming.count(origin(new.channel.remote.host)) > limit - limit // 2:
             return "too many connections from your address"
         return None
