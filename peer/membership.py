@@ -21,10 +21,10 @@ import trio
 
 from dht import DHT, members_key
 from peer.state import Tip
-from protocol.connection import Stream
 from protocol.endpoint import Endpoint, PeerConnected, PeerLost
 from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.stream import Stream
 from protocol.transport import Address
 from protocol.wire import message
 

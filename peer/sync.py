@@ -18,10 +18,10 @@ import trio
 from optim import OuterState
 from peer.state import CommittedState, Header, Tip, byte_length, read_range
 from protocol import merkle
-from protocol.connection import Stream
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.stream import Stream
 from protocol.wire import message
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

@@ -9,10 +9,7 @@ a record that was begun has to be completed.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Awaitable, Callable
 
 import attrs
 import trio
@@ -22,16 +19,10 @@ from protocol.channel import SecureChannel
 from protocol.errors import (
     PeerGone,
     ProtocolError,
-    RequestRefused,
-    RequestTimeout,
     ShoalError,
-    StreamEnded,
-    StreamReset,
 )
-from protocol.frames import MAX_RECORD, U32, Buffer
-from protocol.identity import PeerId
+from protocol.frames import MAX_RECORD
 from protocol.mux import (
-    INITIAL_WINDOW,
     Event,
     Goodbye,
     Mux,
@@ -45,11 +36,8 @@ from protocol.mux import (
     Stopped,
 )
 from protocol.rate import TokenBucket
-from protocol.wire import MAX_MESSAGE, Message, decode, encode
+from protocol.stream import Stream
 
-_T = TypeVar("_T")
-
-_SEND_BUFFER = 1 << 16  # bytes of messages that a stream queues before its sender has to wait
 _SMALLEST_WRITE = MAX_RECORD
 _LARGEST_WRITE = 16 * MAX_RECORD
 # One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
@@ -57,7 +45,6 @@ _LARGEST_WRITE = 16 * MAX_RECORD
 _WRITE_SECONDS = (0.01, 0.05)
 _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so long is of no use
 _FAREWELL = 1.0  # seconds for saying goodbye
-_STALL = 60.0  # seconds in which a peer that we send data to has to take at least an initial window of it
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
@@ -84,258 +71,6 @@ class Limits:
     """Seconds between pings."""
     dead_after: float = attrs.field(default=4.0, validator=gt(0))
     """Seconds of silence after which a peer counts as gone."""
-
-
-class Stream:
-    """A conversation with one peer: messages and raw bytes in order, both ways, with an end each.
-
-    Used as `async with stream:`. Leaving the block without having called `finish`, or by an exception, resets the
-    stream: the other side's calls then raise `StreamReset`. Leaving it after `finish` delivers everything that was
-    sent and drops what the other side still sends.
-
-    One task may send and one may receive at a time. All calls raise `PeerGone` when the connection is lost,
-    `RequestRefused` when the other side refused the request and `StreamReset` when it gave up the stream.
-    """
-
-    def __init__(self, connection: Connection, raw: MuxStream) -> None:
-        self.peer: PeerId = connection.peer
-        self._connection = connection
-        self._mux = connection._mux
-        self._raw = raw
-        self._readable = trio.lowlevel.ParkingLot()
-        self._writable = trio.lowlevel.ParkingLot()
-        self._reset: Reset | None = None
-        self._closed = False
-        self._busy: set[str] = set()
-        # A message being received: kept here so that a cancelled receive loses nothing.
-        self._partial = bytearray()
-        self._size: int | None = None  # once its length has arrived
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(abandon=kind is not None)
-
-    async def send(self, message: Message) -> None:
-        """Sends a message. Returns once it is queued.
-
-        If cancelled, either all of the message is sent or nothing.
-        """
-        await self.send_encoded(encode(message))
-
-    async def send_encoded(self, data: bytes, *, last: bool = False) -> None:
-        """As `send`, for an encoded message; `last` finishes the stream with the same frame."""
-        with self._exclusive("send"):
-            self._check_sendable()
-            await self._until_pending(max(0, _SEND_BUFFER - len(data)))
-            self._mux.write(self._raw, U32.pack(len(data)) + data)
-            if last:
-                self._mux.finish(self._raw)
-            self._connection.kick()
-        await trio.lowlevel.checkpoint()
-
-    async def send_bytes(self, data: Buffer) -> None:
-        """Sends raw bytes, whose number the other side must know. Returns when the buffer may be changed again.
-
-        If cancelled before that, the stream is reset.
-
-        Args:
-            data: Any contiguous buffer; it is not copied.
-        """
-        view = memoryview(data)
-        with self._exclusive("send"):
-            self._check_sendable()
-            if not view.nbytes:
-                await trio.lowlevel.checkpoint()
-                return
-            self._mux.write(self._raw, view.cast("B"))
-            self._connection.kick()
-            try:
-                await self._until_pending(0)
-                if self._raw.lost:
-                    self._check_sendable()
-            finally:
-                if self._raw.pending:
-                    self.reset()
-
-    async def receive(self, *types: type[_T], timeout: float | None = None) -> _T:
-        """The next message, which has to be of one of these types.
-
-        If cancelled, nothing is lost: the next call goes on.
-
-        Raises:
-            StreamEnded: If the other side finished instead.
-            RequestTimeout: If the message is not there in time.
-            ProtocolError: If it is anything else. The connection ends.
-        """
-        return self.parse(await self.receive_encoded(timeout=timeout), types)
-
-    async def receive_encoded(self, *, timeout: float | None = None) -> bytearray:
-        """As `receive`, for a message that the caller will `parse`."""
-        try:
-            with trio.fail_after(math.inf if timeout is None else timeout), self._exclusive("receive"):
-                return await self._receive_message()
-        except trio.TooSlowError:
-            raise RequestTimeout(f"{self.peer.short} sent no message within {timeout:g} s") from None
-
-    def parse(self, data: bytearray, types: tuple[type[_T], ...]) -> _T:
-        """Decodes a message; a wrong one ends the connection."""
-        try:
-            return decode(data, types)
-        except ProtocolError as error:
-            self._connection.fail(error)
-            raise
-
-    async def receive_into(self, buffer: Buffer) -> None:
-        """Receives raw bytes until the buffer is full. If cancelled in the middle, the stream is reset.
-
-        Raises:
-            StreamEnded: If the other side finished before the first of them.
-            ProtocolError: If it finished in the middle. The connection ends.
-        """
-        view = memoryview(buffer)
-        with self._exclusive("receive"):
-            if self._size is not None or self._partial:
-                raise RuntimeError("a message has been received in part: its receive has to be completed first")
-            if not view.nbytes:
-                await trio.lowlevel.checkpoint()
-                return
-            view = view.cast("B")
-            filled = 0
-            self._mux.widen(self._raw)
-            self._connection.kick()
-            try:
-                while filled < len(view):
-                    await self._until_readable(started=filled > 0)
-                    filled += self._take(view[filled:])
-            finally:
-                if 0 < filled < len(view):
-                    self.reset()
-
-    async def finish(self) -> None:
-        """No more from us. What was sent is delivered, and the other side may go on sending."""
-        if not self._raw.finished:
-            self._check_sendable()
-            self._mux.finish(self._raw)
-            self._connection.kick()
-        await trio.lowlevel.checkpoint()
-
-    def reset(self, code: str = "", text: str = "") -> None:
-        """Gives up the stream. With a code, the other side gets `RequestRefused`, else `StreamReset`."""
-        if self._reset is None:
-            self._reset = Reset(self._raw, "", "it was given up on our side")
-        self._mux.reset(self._raw, code, text)
-        self.wake()
-        self._connection.kick()
-
-    def close(self, *, abandon: bool) -> None:
-        """What leaving the `async with` block does."""
-        if self._closed:
-            return
-        if abandon or not self._raw.finished:
-            self.reset()
-        elif not self._raw.at_end:
-            self._mux.stop(self._raw)
-        self._closed = True
-        self._connection.forget(self)
-
-    def on_reset(self, event: Reset) -> None:
-        """The other side reset the stream."""
-        if self._reset is None:
-            self._reset = event
-        self.wake()
-
-    def wake(self) -> None:
-        """Something changed: let everybody look again."""
-        self._readable.unpark_all()
-        self._writable.unpark_all()
-
-    async def _receive_message(self) -> bytearray:
-        while True:
-            wanted = U32.size if self._size is None else self._size
-            while len(self._partial) < wanted:
-                await self._until_readable(started=self._size is not None or len(self._partial) > 0)
-                # It grows by what has arrived: announcing a long message costs the other side nothing.
-                piece = bytearray(min(wanted - len(self._partial), self._raw.available))
-                self._take(memoryview(piece))
-                self._partial += piece
-            complete, self._partial = self._partial, bytearray()
-            if self._size is not None:
-                self._size = None
-                return complete
-            (size,) = U32.unpack(complete)
-            if not 0 < size <= MAX_MESSAGE:
-                self._violation(f"a message of {size} bytes was announced")
-            self._size = size
-
-    def _take(self, view: memoryview) -> int:
-        """Moves what is there to the view, and lets the peer send as much again."""
-        count = self._mux.read_into(self._raw, view)
-        self._connection.grant(self._raw, count)
-        return count
-
-    async def _until_readable(self, *, started: bool) -> None:
-        """Waits for at least one byte of what has been `started`."""
-        await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            if self._reset is not None:
-                raise self._reset_error()
-            if self._raw.available:
-                return
-            if self._raw.at_end:
-                if started:
-                    self._violation("the stream ended too early")
-                raise StreamEnded(f"{self.peer.short} finished the stream")
-            self._connection.check()
-            await self._readable.park()
-
-    async def _until_pending(self, most: int) -> None:
-        """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
-        while self._raw.pending > most:
-            before = self._raw.pending
-            with trio.move_on_after(_STALL) as patience:
-                while self._raw.pending > most:
-                    self._check_sendable()
-                    await self._writable.park()
-                self._check_sendable()
-            if patience.cancelled_caught and self._raw.starved and before - self._raw.pending < INITIAL_WINDOW:
-                self.reset("", "too slow")
-                raise StreamReset(f"{self.peer.short} took hardly anything for {_STALL:g} s")
-
-    def _check_sendable(self) -> None:
-        if self._reset is not None:
-            raise self._reset_error()
-        self._connection.check()
-        if self._raw.stopped:
-            raise StreamReset(f"{self.peer.short} wants no more data on this stream")
-        if self._raw.finished:
-            raise RuntimeError("the stream was finished on our side")
-
-    def _reset_error(self) -> StreamReset | RequestRefused:
-        assert self._reset is not None
-        if self._reset.code:
-            return RequestRefused(f"{self.peer.short} refused: {self._reset.text}", code=self._reset.code)
-        return StreamReset(f"the stream with {self.peer.short} was reset: {self._reset.text or 'no reason given'}")
-
-    def _violation(self, problem: str) -> None:
-        error = ProtocolError(f"{self.peer.short}: {problem}")
-        self._connection.fail(error)
-        raise error
-
-    @contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
-        if self._closed:
-            raise RuntimeError("the stream was closed on our side")
-        if what in self._busy:
-            raise trio.BusyResourceError(f"another task does {what} on this stream already")
-        self._busy.add(what)
-        try:
-            yield
-        finally:
-            self._busy.discard(what)
 
 
 class Connection:
@@ -376,7 +111,7 @@ class Connection:
         self._download = download
         self._withheld: dict[MuxStream, int] = {}
         self._granting = trio.lowlevel.ParkingLot()
-        self._mux = Mux(
+        self.mux = Mux(
             initiator=initiator,
             limits=MuxLimits(limits.max_streams, limits.window, limits.max_buffered),
         )
@@ -395,7 +130,7 @@ class Connection:
     @property
     def usable(self) -> bool:
         """New streams can be opened from this side."""
-        return self.failure is None and not self._mux.retired
+        return self.failure is None and not self.mux.retired
 
     @property
     def streams(self) -> int:
@@ -435,12 +170,12 @@ class Connection:
         while sum(1 for number in self._streams if number % 2 == ours) >= max(1, self._limits.max_streams // 2):
             await self._slots.park()
             self.check()
-        if self._mux.opened > 2 * self._limits.max_streams:
+        if self.mux.opened > 2 * self._limits.max_streams:
             error = ProtocolError(f"{self.peer.short} does not end its side of streams")
             self.fail(error)
             raise error
-        stream = Stream(self, self._mux.open(bulk=bulk))
-        self._streams[stream._raw.id] = stream
+        stream = Stream(self, self.mux.open(bulk=bulk))
+        self._streams[stream.raw.id] = stream
         return stream
 
     def check(self) -> None:
@@ -459,7 +194,7 @@ class Connection:
 
     def retire(self) -> None:
         """Opens no more streams from this side. When both sides have, and no stream is left, the connection ends."""
-        self._mux.retire()
+        self.mux.retire()
         self._retired_at = trio.current_time()
         self.kick()
         self._slots.unpark_all()
@@ -470,7 +205,7 @@ class Connection:
             self._withheld[raw] = self._withheld.get(raw, 0) + count
             self._granting.unpark_all()
         else:
-            self._mux.grant(raw, count)
+            self.mux.grant(raw, count)
             self.kick()
 
     def kick(self) -> None:
@@ -479,7 +214,7 @@ class Connection:
 
     def forget(self, stream: Stream) -> None:
         """A stream was closed."""
-        self._streams.pop(stream._raw.id, None)
+        self._streams.pop(stream.raw.id, None)
         self._slots.unpark_all()
         self.kick()
 
@@ -490,7 +225,7 @@ class Connection:
         if farewell is None:
             self._writing.cancel()
         else:
-            self._mux.goodbye(farewell)
+            self.mux.goodbye(farewell)
         self._over.set()
         self.kick()
         self._slots.unpark_all()
@@ -504,14 +239,14 @@ class Connection:
             while self.failure is None:
                 record = await self.channel.receive()
                 self._heard_at = now = trio.current_time()
-                work = self._mux.work
-                for event in self._mux.receive(record):
+                work = self.mux.work
+                for event in self.mux.receive(record):
                     self._dispatch(event)
                 self._end_if_done()
-                if self._mux.urgent or self._mux.bulk_waiting:
+                if self.mux.urgent or self.mux.bulk_waiting:
                     self.kick()
                 # Whoever floods us waits, so that others get their turn.
-                patience.spend(self._mux.work - work, now)
+                patience.spend(self.mux.work - work, now)
                 if delay := patience.delay(now):
                     await trio.sleep(delay)
         except PeerGone as error:
@@ -563,7 +298,7 @@ class Connection:
                 while await self._until_writable():
                     started = trio.current_time()
                     allowance = budget if self._upload is None else self._upload.level(started)
-                    batch = self._mux.take(budget, max(0, allowance))
+                    batch = self.mux.take(budget, max(0, allowance))
                     if self._upload is not None:
                         self._upload.spend(batch.bulk, started)
                     for raw in batch.progressed:
@@ -581,10 +316,10 @@ class Connection:
 
     async def _until_writable(self) -> bool:
         """Waits until there is something to write; False when there will be nothing any more."""
-        while not self._mux.closed:
-            if self._mux.urgent:
+        while not self.mux.closed:
+            if self.mux.urgent:
                 return True
-            if self._mux.bulk_waiting:
+            if self.mux.bulk_waiting:
                 delay = 0.0 if self._upload is None else self._upload.delay(trio.current_time())
                 if not delay:
                     return True
@@ -603,7 +338,7 @@ class Connection:
             if self._pinged_at is None:
                 self._pings += 1
                 self._pinged_at = now
-                self._mux.ping(self._token())
+                self.mux.ping(self._token())
                 self.kick()
             expected = min(now + limits.heartbeat, max(now, self._heard_at + limits.dead_after))
             await trio.sleep_until(expected)
@@ -616,7 +351,7 @@ class Connection:
             if now >= self._heard_at + limits.dead_after:
                 self._end(PeerGone(f"{self.peer.short} has been silent for {limits.dead_after:g} s"))
                 return
-            if now - self._retired_at > _RETIRED_IDLE and self._mux.idle and not self._streams:
+            if now - self._retired_at > _RETIRED_IDLE and self.mux.idle and not self._streams:
                 self.close("not needed")
                 return
 
@@ -628,14 +363,14 @@ class Connection:
             raw = next(iter(self._withheld))
             count = self._withheld.pop(raw)
             download.spend(count, trio.current_time())
-            self._mux.grant(raw, count)
+            self.mux.grant(raw, count)
             self.kick()
 
     def _token(self) -> bytes:
         return self._pings.to_bytes(8, "big")
 
     def _end_if_done(self) -> None:
-        if self._mux.retired and self._mux.peer_retired and self._mux.idle and not self._streams:
+        if self.mux.retired and self.mux.peer_retired and self.mux.idle and not self._streams:
             self.close("replaced by another connection")
 
 

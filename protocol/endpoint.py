@@ -19,7 +19,7 @@ from msgspec import Meta
 from protocol import wire
 from protocol.book import AddressBook, Strikes
 from protocol.channel import SecureChannel, handshake
-from protocol.connection import Connection, Limits, Stream
+from protocol.connection import Connection, Limits
 from protocol.dialer import first_to_answer
 from protocol.door import Door, Greeting
 from protocol.errors import (
@@ -37,6 +37,7 @@ from protocol.errors import (
 )
 from protocol.identity import Identity, PeerId
 from protocol.rate import TokenBucket
+from protocol.stream import Stream
 from protocol.transport import Address, ByteStream, Listener, Transport
 from protocol.wire import Message, message
 

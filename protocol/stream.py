@@ -1,0 +1,296 @@
+"""A stream as its user sees it: messages and raw bytes, in order, to and from one peer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import trio
+
+from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
+from protocol.frames import U32, Buffer
+from protocol.identity import PeerId
+from protocol.mux import INITIAL_WINDOW, Mux, MuxStream, Reset
+from protocol.wire import MAX_MESSAGE, Message, decode, encode
+
+_T = TypeVar("_T")
+
+_SEND_BUFFER = 1 << 16  # bytes of messages that a stream queues before its sender has to wait
+_STALL = 60.0  # seconds in which a peer that we send data to has to take at least an initial window of it
+
+
+class Carrier(Protocol):
+    """What a stream needs of its connection."""
+
+    mux: Mux
+    peer: PeerId
+
+    def check(self) -> None:
+        """Raises `PeerGone` if the connection is over."""
+
+    def fail(self, error: ProtocolError) -> None:
+        """Ends the connection because the peer broke the rules."""
+
+    def grant(self, raw: MuxStream, count: int) -> None:
+        """Lets the peer send as many bytes again."""
+
+    def kick(self) -> None:
+        """There may be something to write."""
+
+    def forget(self, stream: Stream) -> None:
+        """The stream was closed."""
+
+
+class Stream:
+    """A conversation with one peer: messages and raw bytes in order, both ways, with an end each.
+
+    Used as `async with stream:`. Leaving the block without having called `finish`, or by an exception, resets the
+    stream: the other side's calls then raise `StreamReset`. Leaving it after `finish` delivers everything that was
+    sent and drops what the other side still sends.
+
+    One task may send and one may receive at a time. All calls raise `PeerGone` when the connection is lost,
+    `RequestRefused` when the other side refused the request and `StreamReset` when it gave up the stream.
+    """
+
+    def __init__(self, connection: Carrier, raw: MuxStream) -> None:
+        self.peer: PeerId = connection.peer
+        self._connection = connection
+        self._mux = connection.mux
+        self.raw = raw
+        self._readable = trio.lowlevel.ParkingLot()
+        self._writable = trio.lowlevel.ParkingLot()
+        self._reset: Reset | None = None
+        self._closed = False
+        self._busy: set[str] = set()
+        # A message being received: kept here so that a cancelled receive loses nothing.
+        self._partial = bytearray()
+        self._size: int | None = None  # once its length has arrived
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(abandon=kind is not None)
+
+    async def send(self, message: Message) -> None:
+        """Sends a message. Returns once it is queued.
+
+        If cancelled, either all of the message is sent or nothing.
+        """
+        await self.send_encoded(encode(message))
+
+    async def send_encoded(self, data: bytes, *, last: bool = False) -> None:
+        """As `send`, for an encoded message; `last` finishes the stream with the same frame."""
+        with self._exclusive("send"):
+            self._check_sendable()
+            await self._until_pending(max(0, _SEND_BUFFER - len(data)))
+            self._check_sendable()
+            self._mux.write(self.raw, U32.pack(len(data)) + data)
+            if last:
+                self._mux.finish(self.raw)
+            self._connection.kick()
+        await trio.lowlevel.checkpoint()
+
+    async def send_bytes(self, data: Buffer) -> None:
+        """Sends raw bytes, whose number the other side must know. Returns when the buffer may be changed again.
+
+        If cancelled before that, the stream is reset.
+
+        Args:
+            data: Any contiguous buffer; it is not copied.
+        """
+        view = memoryview(data)
+        with self._exclusive("send"):
+            self._check_sendable()
+            if not view.nbytes:
+                await trio.lowlevel.checkpoint()
+                return
+            self._mux.write(self.raw, view.cast("B"))
+            self._connection.kick()
+            try:
+                await self._until_pending(0)
+                if self.raw.lost:
+                    self._check_sendable()
+            finally:
+                if self.raw.pending:
+                    self.reset()
+
+    async def receive(self, *types: type[_T], timeout: float | None = None) -> _T:
+        """The next message, which has to be of one of these types.
+
+        If cancelled, nothing is lost: the next call goes on.
+
+        Raises:
+            StreamEnded: If the other side finished instead.
+            RequestTimeout: If the message is not there in time.
+            ProtocolError: If it is anything else. The connection ends.
+        """
+        return self.parse(await self.receive_encoded(timeout=timeout), types)
+
+    async def receive_encoded(self, *, timeout: float | None = None) -> bytearray:
+        """As `receive`, for a message that the caller will `parse`."""
+        try:
+            with trio.fail_after(math.inf if timeout is None else timeout), self._exclusive("receive"):
+                return await self._receive_message()
+        except trio.TooSlowError:
+            raise RequestTimeout(f"{self.peer.short} sent no message within {timeout:g} s") from None
+
+    def parse(self, data: bytearray, types: tuple[type[_T], ...]) -> _T:
+        """Decodes a message; a wrong one ends the connection."""
+        try:
+            return decode(data, types)
+        except ProtocolError as error:
+            self._connection.fail(error)
+            raise
+
+    async def receive_into(self, buffer: Buffer) -> None:
+        """Receives raw bytes until the buffer is full. If cancelled in the middle, the stream is reset.
+
+        Raises:
+            StreamEnded: If the other side finished before the first of them.
+            ProtocolError: If it finished in the middle. The connection ends.
+        """
+        view = memoryview(buffer)
+        with self._exclusive("receive"):
+            if self._size is not None or self._partial:
+                raise RuntimeError("a message has been received in part: its receive has to be completed first")
+            if not view.nbytes:
+                await trio.lowlevel.checkpoint()
+                return
+            view = view.cast("B")
+            filled = 0
+            self._mux.widen(self.raw)
+            self._connection.kick()
+            try:
+                while filled < len(view):
+                    await self._until_readable(started=filled > 0)
+                    filled += self._take(view[filled:])
+            finally:
+                if 0 < filled < len(view):
+                    self.reset()
+
+    async def finish(self) -> None:
+        """No more from us. What was sent is delivered, and the other side may go on sending."""
+        if not self.raw.finished:
+            self._check_sendable()
+            self._mux.finish(self.raw)
+            self._connection.kick()
+        await trio.lowlevel.checkpoint()
+
+    def reset(self, code: str = "", text: str = "") -> None:
+        """Gives up the stream. With a code, the other side gets `RequestRefused`, else `StreamReset`."""
+        if self._reset is None:
+            self._reset = Reset(self.raw, "", "it was given up on our side")
+        self._mux.reset(self.raw, code, text)
+        self.wake()
+        self._connection.kick()
+
+    def close(self, *, abandon: bool) -> None:
+        """What leaving the `async with` block does."""
+        if self._closed:
+            return
+        if abandon or not self.raw.finished:
+            self.reset()
+        elif not self.raw.at_end:
+            self._mux.stop(self.raw)
+        self._closed = True
+        self._connection.forget(self)
+
+    def on_reset(self, event: Reset) -> None:
+        """The other side reset the stream."""
+        if self._reset is None:
+            self._reset = event
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed: let everybody look again."""
+        self._readable.unpark_all()
+        self._writable.unpark_all()
+
+    async def _receive_message(self) -> bytearray:
+        while True:
+            wanted = U32.size if self._size is None else self._size
+            while len(self._partial) < wanted:
+                await self._until_readable(started=self._size is not None or len(self._partial) > 0)
+                # It grows by what has arrived: announcing a long message costs the other side nothing.
+                piece = bytearray(min(wanted - len(self._partial), self.raw.available))
+                self._take(memoryview(piece))
+                self._partial += piece
+            complete, self._partial = self._partial, bytearray()
+            if self._size is not None:
+                self._size = None
+                return complete
+            (size,) = U32.unpack(complete)
+            if not 0 < size <= MAX_MESSAGE:
+                self._violation(f"a message of {size} bytes was announced")
+            self._size = size
+
+    def _take(self, view: memoryview) -> int:
+        """Moves what is there to the view, and lets the peer send as much again."""
+        count = self._mux.read_into(self.raw, view)
+        self._connection.grant(self.raw, count)
+        return count
+
+    async def _until_readable(self, *, started: bool) -> None:
+        """Waits for at least one byte of what has been `started`."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while True:
+            if self._reset is not None:
+                raise self._reset_error()
+            if self.raw.available:
+                return
+            if self.raw.at_end:
+                if started:
+                    self._violation("the stream ended too early")
+                raise StreamEnded(f"{self.peer.short} finished the stream")
+            self._connection.check()
+            await self._readable.park()
+
+    async def _until_pending(self, most: int) -> None:
+        """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
+        while self.raw.pending > most:
+            before = self.raw.pending
+            with trio.move_on_after(_STALL) as patience:
+                while self.raw.pending > most:
+                    self._check_sendable()
+                    await self._writable.park()
+            if patience.cancelled_caught and self.raw.starved and before - self.raw.pending < INITIAL_WINDOW:
+                self.reset("", "too slow")
+                raise StreamReset(f"{self.peer.short} took hardly anything for {_STALL:g} s")
+
+    def _check_sendable(self) -> None:
+        if self._reset is not None:
+            raise self._reset_error()
+        self._connection.check()
+        if self.raw.stopped:
+            raise StreamReset(f"{self.peer.short} wants no more data on this stream")
+        if self.raw.finished:
+            raise RuntimeError("the stream was finished on our side")
+
+    def _reset_error(self) -> StreamReset | RequestRefused:
+        assert self._reset is not None
+        if self._reset.code:
+            return RequestRefused(f"{self.peer.short} refused: {self._reset.text}", code=self._reset.code)
+        return StreamReset(f"the stream with {self.peer.short} was reset: {self._reset.text or 'no reason given'}")
+
+    def _violation(self, problem: str) -> None:
+        error = ProtocolError(f"{self.peer.short}: {problem}")
+        self._connection.fail(error)
+        raise error
+
+    @contextmanager
+    def _exclusive(self, what: str) -> Iterator[None]:
+        if self._closed:
+            raise RuntimeError("the stream was closed on our side")
+        if what in self._busy:
+            raise trio.BusyResourceError(f"another task does {what} on this stream already")
+        self._busy.add(what)
+        try:
+            yield
+        finally:
+            self._busy.discard(what)
