@@ -59,7 +59,7 @@ class Hello:
 
     instance: Annotated[bytes, Meta(min_length=8, max_length=8)]
     """Random, new whenever the peer starts: tells a peer that came back from one that never left."""
-    dial: Annotated[int, Meta(ge=0, lt=2**63)]
+    dial: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Counts the connections that this side dialled."""
     port: Annotated[int, Meta(ge=0, le=65535)]
     """Where it listens, at the address it is seen with; 0 if it does not."""
