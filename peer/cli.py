@@ -281,7 +281,7 @@ def sample(
 def demo(
     peers: Annotated[int, typer.Option(min=2, max=64, help="Peers to start with.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the run.")] = 8,
-    inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 50,
+    inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 100,
     data: Annotated[str, typer.Option(metavar="PATH", help="What to train on, or stdlib.")] = "stdlib",
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep all files in this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with the verdict as one line of JSON.")] = False,
@@ -326,11 +326,11 @@ def _run_node(
     """Runs a daemon until it ends; exits with its code unless it is done."""
     from peer.console import Console
     from peer.events import EventLog
-    from peer.foreground import run_in_foreground
+    from peer.foreground import ended_by_sigterm, run_in_foreground
     from peer.home import write_atomically
     from peer.status import StatusFile
 
-    with home.lock(), EventLog(node.events, home.identity.peer_id) as events:
+    with ended_by_sigterm(), home.lock(), EventLog(node.events, home.identity.peer_id) as events:
         # Only now, when all that a user may have got wrong is checked: this imports torch.
         from peer.daemon import DaemonConfig, run_daemon
 

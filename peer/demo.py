@@ -71,7 +71,7 @@ class DemoOptions:
 
     peers: int = 4
     rounds: int = 8
-    inner_steps: int = 50
+    inner_steps: int = 100
     data: str = "stdlib"
     keep: Path | None = None
     json: bool = False
@@ -85,7 +85,7 @@ def demo_settings(rounds: int, inner_steps: int, data: str = "stdlib") -> Settin
         data=DataSettings(source="stdlib" if data == "stdlib" else "text"),
         inner=InnerSettings(lr=3e-3, warmup=20, batch=16),
         algorithm=AlgorithmSettings(inner_steps=inner_steps, outer_lr=0.7, outer_momentum=0.5),
-        round=RoundSettings(grace=10.0),
+        round=RoundSettings(grace=5.0),
     )
 
 

@@ -6,10 +6,11 @@ two seconds, or should a second signal come, the process ends at once; a home su
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
@@ -29,6 +30,19 @@ class Daemon(Protocol):
     """`peer.daemon.run_daemon` with its configuration bound: reports a ticket once it can be joined."""
 
     async def __call__(self, *, task_status: trio.TaskStatus[Ticket] = trio.TASK_STATUS_IGNORED) -> None: ...
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """For the time before `run_in_foreground`: SIGTERM ends the process at once, with the code that it has later.
+
+    As process 1 of a container it would not even be ended: the system drops signals that nobody there handles.
+    """
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_CODES[signal.SIGTERM]))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def run_in_foreground(daemon: Daemon, status: StatusFile, on_ready: Callable[[Ticket], None]) -> int:

@@ -67,6 +67,8 @@ NOTES: Final[Mapping[str, str]] = {
     "limits.weight": "most tokens that one contribution may count for",
 }
 
+SHORT_RUN_MOMENTUM: Final = 0.5  # of the outer optimizer; settles within a handful of rounds
+
 
 class ManifestError(ShoalError):
     """A manifest is not valid: not TOML, unknown or impossible settings, or a signature that does not hold."""
@@ -187,10 +189,10 @@ def warnings(settings: Settings) -> tuple[str, ...]:
     rounds, algorithm = settings.run.rounds, settings.algorithm
     # Nesterov's gain lr / (1 - mu) needs several of its memories of 1 / (1 - mu) rounds to settle.
     needed = math.ceil(round(5 / (1 - algorithm.outer_momentum), 6))
-    if 0 < rounds < needed:
+    if 0 < rounds < needed and algorithm.outer_momentum > SHORT_RUN_MOMENTUM:
         found.append(
             f"run.rounds = {rounds} is short for algorithm.outer_momentum = {algorithm.outer_momentum:g}, "
-            f"which needs about {needed} rounds; use 0.5 for short runs"
+            f"which needs about {needed} rounds; use {SHORT_RUN_MOMENTUM} for short runs"
         )
     if 0 < rounds * algorithm.inner_steps <= settings.inner.warmup:
         found.append(

@@ -33,6 +33,9 @@ Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 REDIALS = 3
 """Attempts to reach a member whose connection broke, before it is forgotten."""
 
+SETTLE = 5.0
+"""Seconds that are worth waiting for a member that may have lost its connection only."""
+
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
 
@@ -50,6 +53,15 @@ class TipClaim:
 
 
 @attrs.frozen
+class StatusClaim:
+    """What a member says of itself. Of two claims, the one with the higher number is the later one."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    tip: TipClaim | None
+    active: bool
+
+
+@attrs.frozen
 class KnownMember:
     """A member by name, with where it was last reached."""
 
@@ -62,16 +74,14 @@ class Hello:
     """A member's first word on a connection, and again whenever its status changes."""
 
     run: Bytes32
-    tip: TipClaim | None
-    active: bool
+    status: StatusClaim
 
 
 @message("member.welcome")
 class Welcome:
     """The answer to a hello: the same about us, and the members that we know."""
 
-    tip: TipClaim | None
-    active: bool
+    status: StatusClaim
     members: Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=256)]
 
 
@@ -82,6 +92,7 @@ class Member:
     peer: PeerId
     tip: Tip | None
     active: bool
+    number: int
 
 
 class Membership:
@@ -120,8 +131,10 @@ class Membership:
         self._lost = lost
         self._tip: Tip | None = None
         self._active = False
+        self._number = 0
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
+        self._awaited: set[PeerId] = set()  # those of them who were here a moment ago, or are with others
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         endpoint.handle(Hello, self._on_hello)
@@ -174,9 +187,14 @@ class Membership:
         await self._changed.wait()
 
     async def settled(self) -> None:
-        """Returns when no member is being dialled or greeted: whoever is absent then is truly out of reach."""
-        while self._greeting:
-            await self._changed.wait()
+        """Returns when whoever should be here is, or has failed to answer: the rest is out of reach for now.
+
+        Waits for the first attempt to greet each peer that was connected, or is connected to another member, but not
+        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds.
+        """
+        with trio.move_on_after(SETTLE):
+            while self._awaited:
+                await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Greets members as they connect, looks for others, and publishes our record, until cancelled."""
@@ -192,8 +210,11 @@ class Membership:
                     elif isinstance(event, PeerConnected) and event.peer in self._members:
                         self.meet([event.peer])
 
-    def meet(self, peers: Iterable[PeerId]) -> None:
-        """Starts to greet these peers in the background, those that are not members yet."""
+    def meet(self, peers: Iterable[PeerId], *, expected: bool = True) -> None:
+        """Starts to greet these peers in the background, those that are not members yet.
+
+        `expected` peers are likely to answer, so that `settled` waits for them.
+        """
         for peer in peers:
             if (
                 self._nursery is not None
@@ -204,11 +225,14 @@ class Membership:
                 and self._may_join(peer)
             ):
                 self._greeting.add(peer)
+                if expected:
+                    self._awaited.add(peer)
                 self._nursery.start_soon(self._greet, peer, REDIALS)
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
         """Sets our status and tells every member, without waiting for those that are slow to hear it."""
         self._tip, self._active = tip, active
+        self._number += 1
         self._notify()
         if self._nursery is not None:
             for peer in self._members:
@@ -222,11 +246,16 @@ class Membership:
         self._changed = trio.Event()
 
     def _hello(self) -> Hello:
-        return Hello(self._run, _claim(self._tip), self._active)
+        return Hello(self._run, self._status())
+
+    def _status(self) -> StatusClaim:
+        tip = self._tip
+        claim = None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)
+        return StatusClaim(self._number, claim, self._active)
 
     async def _tell(self, peer: PeerId) -> None:
         try:
-            self._welcomed(peer, await self._endpoint.request(peer, self._hello(), Welcome))
+            self._welcomed(peer, self._number, await self._endpoint.request(peer, self._hello(), Welcome))
         except ShoalError:
             return  # a broken connection is reported by the endpoint, and a slow member hears the next announcement
 
@@ -236,19 +265,25 @@ class Membership:
                 if attempt:
                     await trio.sleep(2**attempt * self._rng.uniform(0.5, 1.0))
                 try:
+                    told = self._number
                     welcome = await self._endpoint.request(peer, self._hello(), Welcome)
                 except (RequestRefused, ProtocolError):
                     return
                 except ShoalError:
+                    self._awaited.discard(peer)
+                    self._notify()
                     continue
-                self._welcomed(peer, welcome)
+                self._welcomed(peer, told, welcome)
                 return
         finally:
             self._greeting.discard(peer)
+            self._awaited.discard(peer)
             self._notify()
 
-    def _welcomed(self, peer: PeerId, welcome: Welcome) -> None:
-        self._note(peer, welcome.tip, welcome.active)
+    def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
+        self._note(peer, welcome.status)
+        if self._nursery is not None and told < self._number:
+            self._nursery.start_soon(self._tell, peer)  # our status has changed since the hello
         for known in welcome.members:
             self._endpoint.learn(known.peer, *known.addresses)
         self.meet(known.peer for known in welcome.members)
@@ -260,19 +295,21 @@ class Membership:
             raise RequestRefused("this run admits only the peers on its list", code="not_allowed")
         if stream.peer not in self._members and len(self._members) >= self._limit:
             raise RequestRefused(f"this peer keeps at most {self._limit} connections to members", code="full")
-        self._note(stream.peer, hello.tip, hello.active)
+        self._note(stream.peer, hello.status)
         known = tuple(
             KnownMember(peer, self._endpoint.addresses(peer)[:8]) for peer in self._members if peer != stream.peer
         )
-        return Welcome(_claim(self._tip), self._active, known[:256])
+        return Welcome(self._status(), known[:256])
 
-    def _note(self, peer: PeerId, tip: TipClaim | None, active: bool) -> None:
+    def _note(self, peer: PeerId, status: StatusClaim) -> None:
         if not self._endpoint.is_connected(peer):
             return
-        new = peer not in self._members
-        claimed = None if tip is None else Tip(tip.revision, tip.weight, tip.digest)
-        self._members[peer] = Member(peer, claimed, active)
-        if new:
+        known = self._members.get(peer)
+        if known is not None and known.number > status.number:
+            return  # claims travel on streams of their own, and may overtake each other
+        tip = None if status.tip is None else Tip(status.tip.revision, status.tip.weight, status.tip.digest)
+        self._members[peer] = Member(peer, tip, status.active, status.number)
+        if known is None:
             self._seen(peer)
         self._notify()
 
@@ -292,9 +329,5 @@ class Membership:
             for peer in strangers:
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
-            self.meet(strangers)
+            self.meet(strangers, expected=False)
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
-
-
-def _claim(tip: Tip | None) -> TipClaim | None:
-    return None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)

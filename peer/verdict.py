@@ -183,7 +183,8 @@ class Verdict:
         text = f"{death.peer[:8]} killed {where} of round {death.round}; {death.attempts} attempts"
         if death.recovery is None:
             return text
-        return f"{text}, {death.recovery:.1f} s lost ({death.seconds:.1f} s, the median round {death.usual:.1f} s)"
+        lost = f"{death.recovery:.1f} s lost" if death.recovery > 0 else "no time lost"
+        return f"{text}, {lost} ({death.seconds:.1f} s, the median round {death.usual:.1f} s)"
 
     def _join(self) -> str:
         if self.joined is None:

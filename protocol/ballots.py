@@ -72,7 +72,7 @@ class Acceptor:
         if self.completed:
             return
         self.promised = max(self.promised, ballot)
-        if self.plan is not None and self.plan.ballot <= self.promised:
+        if self.plan is not None and self.plan.ballot <= ballot:
             self.plan = None
 
     def complete(self, plan: Plan) -> bool:

@@ -16,14 +16,14 @@ Phases:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, TypeVar
 
 import attrs
 from attrs.validators import ge, gt
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, NO_DIGEST, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
 from protocol.transport import Address
 from protocol.wire import Message
@@ -127,6 +127,8 @@ class Coordinator:
         self.plan: Plan | None = None
         self.closes: float | None = None
         """When the window closes; None before it opens."""
+        self.base = NO_DIGEST
+        """Digest of the state that the candidates build on, once the window is open."""
         self.holder: PeerId | None = None
         """Set when the round is over: a peer that holds its result."""
         self._reset()
@@ -158,7 +160,7 @@ class Coordinator:
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`."""
         self._candidates[peer] = candidate
-        self._heard = max(self._heard, heard.attempt)
+        self._hear(heard)
 
     def gone(self, peer: PeerId) -> None:
         """A ready peer's stream has ended."""
@@ -174,10 +176,15 @@ class Coordinator:
             self._accepted.add(peer)
 
     def rejected(self, peer: PeerId, ballot: Ballot, promised: Ballot) -> None:
-        self._heard = max(self._heard, promised.attempt)
+        self._hear(promised)
         if self.plan is not None and ballot == self.plan.ballot:
             self._refused.add(peer)
             self._refusals[peer] += 1
+
+    def _hear(self, ballot: Ballot) -> None:
+        """Our attempts have to go past this one; but a liar must not use up the numbers."""
+        if ballot.attempt <= MAX_ATTEMPT // 2:
+            self._heard = max(self._heard, ballot.attempt)
 
     def failed(self, peer: PeerId, ballot: Ballot, suspect: PeerId, progress: int, now: float) -> None:
         """A member cannot go on, and blames a neighbour."""
@@ -197,7 +204,7 @@ class Coordinator:
         elif ballot == plan.ballot:
             if plan_id == plan.id:
                 self._holders.add(peer)
-        elif peer in plan.members:
+        elif ballot < plan.ballot and peer in plan.members:
             self._rival = peer  # the plan that is out can never complete, see protocol.ballots
 
     def finished_elsewhere(self, holder: PeerId) -> None:
@@ -266,6 +273,7 @@ class Coordinator:
         if not self._candidates:
             return {}
         base = view.base if view.base is not None else _most_common(c.base for c in self._candidates.values())
+        self.base = base
         for peer, candidate in tuple(self._candidates.items()):
             if candidate.base != base:
                 self._dismiss(peer, Forked(base))
@@ -283,6 +291,7 @@ class Coordinator:
         previous = self.plan
         fit = self._fit(view)
         if not fit or self._heard >= MAX_ATTEMPT:
+            self._release(previous, fit)
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
         members = coordinators(self._run, self._revision, fit, tag=self._tag)
@@ -291,7 +300,7 @@ class Coordinator:
             run=self._run,
             tag=self._tag,
             revision=self._revision,
-            base=fit[members[0]].base,
+            base=self.base,
             attempt=self._heard,
             rank=view.rank,
             coordinator=self._peer,
@@ -306,6 +315,10 @@ class Coordinator:
         )
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
+        self._release(previous, fit)
+
+    def _release(self, previous: Plan | None, fit: Collection[PeerId]) -> None:
+        """Tells the members of the last attempt that are not in the next one to give it up."""
         if previous is not None:
             for peer in previous.members:
                 if peer in self._candidates and peer not in fit:

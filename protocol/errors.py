@@ -54,6 +54,10 @@ class PeerUnreachable(ShoalError):
     """No connection to a peer could be made."""
 
 
+class MappingFailed(ShoalError):
+    """A gateway did not map a port for us: it refused, it did not answer, or there is none."""
+
+
 class HandshakeError(ShoalError):
     """The other side did not complete the handshake: other protocol, wrong swarm key, wrong identity, or too slow."""
 

@@ -75,6 +75,8 @@ class Leadership:
         """Until when peers that are not ready may still come, on trio's clock; None while nobody is ready."""
         self.attending: PeerId | None = None
         """The coordinator that we take part under now; it may be ourselves."""
+        self.attendance = trio.CancelScope()
+        """Cancelled to leave that coordinator for another one."""
         self._hint: PeerId | None = None  # who has told us that it coordinates
         self._hint_ends = 0.0
         self._lost: set[PeerId] = set()
@@ -96,6 +98,12 @@ class Leadership:
             return self._peer
         return self._hinted or self._best(frozenset())
 
+    def crossed(self, peer: PeerId) -> None:
+        """A ready peer comes to us. If we have gone to that very peer, the better placed one of us has to lead."""
+        if self.attending == peer and self.acceptor.plan is None and self._closer(self._peer, peer):
+            self.follow(self._peer)
+            self.attendance.cancel()
+
     def redirect(self, peer: PeerId, tried: Collection[PeerId]) -> PeerId | None:
         """Where to send a ready peer; None if it may stay."""
         if self.attending not in (None, self._peer):
@@ -116,6 +124,11 @@ class Leadership:
         if peer != self._peer:
             self._lost.add(peer)
             self._losses[peer] += 1
+
+    def close(self) -> None:
+        """Sends everybody away: the round is of no interest here any more."""
+        for session in self._sessions.values():
+            session.end()
 
     def finished(self) -> None:
         """The round is complete here, by whatever way: those who wait at this peer are to know."""
@@ -268,7 +281,7 @@ class Leadership:
         coordinator, times = self.coordinator, self._times
         while coordinator.closes is not None and coordinator.plan is None and coordinator.holder is None:
             remaining = max(0.0, coordinator.closes - times.slack - trio.current_time())
-            question = RoundOpen(self._run, self._tag, self.revision, remaining)
+            question = RoundOpen(self._run, self._tag, self.revision, coordinator.base, remaining)
             try:
                 answer = await self._endpoint.request(peer, question, (Noted, Led, Ahead), timeout=times.stall)
             except ShoalError:

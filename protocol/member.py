@@ -73,6 +73,7 @@ class Member:
         fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
         keep: Told of the result as soon as it is complete.
         report: Told of attempts that began (no reason) and failed (with a reason).
+        patience: Seconds to wait for a plan, or for news of the one being carried out.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class Member:
         fetch: Callable[[PeerId], Awaitable[Reduced | None]],
         keep: Callable[[Reduced], None],
         report: Callable[[Plan, str | None], None],
+        patience: float,
     ) -> None:
         self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
         self._begin, self._fetch, self._keep, self._report = begin, fetch, keep, report
+        self._patience = patience
         self._transfer: Transfer | None = None
         self._reduced: Reduced | None = None
         self._error: ShoalError | None = None
@@ -120,13 +123,17 @@ class Member:
         raise self._error or PeerGone("the coordinator said nothing more")
 
     async def _listen(self) -> None:
+        news = trio.current_time()
         while True:
+            # A coordinator that is stuck says nothing; one that goes on for ever without a plan is no better.
+            timeout = min(self._times.stall, news + self._patience - trio.current_time())
             message = await self._line.receive(
-                Queued, Propose, CallOff, Redirect, Ahead, Forked, timeout=self._times.stall
+                Queued, Propose, CallOff, Redirect, Ahead, Forked, timeout=max(0.0, timeout)
             )
+            if isinstance(message, Queued):
+                continue
+            news = trio.current_time()
             match message:
-                case Queued():
-                    pass
                 case Propose(plan):
                     await self._follow(plan)
                 case CallOff():
@@ -202,6 +209,7 @@ class Member:
         if transfer is None:
             return
         transfer.abort()
+        self._acceptor.renounce(transfer.plan.ballot)
         self._work.count(transfer)
         self._report(transfer.plan, transfer.failure.reason if transfer.failure is not None else reason)
 

@@ -21,7 +21,9 @@ MAX_MEMBERS = 4096
 """Most members of one plan. A plan of that size still fits a message."""
 
 MAX_REVISION = 2**63 - 1
-MAX_ATTEMPT = 2**31 - 1
+MAX_ATTEMPT = 2**20
+"""Far above what a round can need; a peer that claims more than half of it is not believed."""
+
 MAX_LENGTH = 2**40
 MAX_WEIGHT = 1e15
 

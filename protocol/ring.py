@@ -24,8 +24,8 @@ import torch
 from protocol.plan import Plan
 
 PIECE = 1 << 16
-"""Elements that are received, added and forwarded together: 256 KiB. Adding that many takes 15 µs on one core, a
-tenth of what handing it to a worker thread costs, so the additions stay in the caller's task."""
+"""Elements that are received, added and forwarded together: 256 KiB. Adding that many takes about 20 µs, less than
+handing it to a worker thread does (50 µs and more, measured), so the additions stay in the caller's task."""
 
 
 @attrs.frozen

@@ -129,6 +129,7 @@ class RoundOpen:
     run: Hash
     tag: Tag
     revision: Revision
+    base: Hash
     remaining: Seconds
 
 

@@ -53,6 +53,9 @@ _LOOKAHEAD = 2
 
 _MAX_REDIRECTS = 16
 
+_HISTORY = 64
+"""Digests of past revisions by which a peer that is further behind is told from one on another branch."""
+
 
 @attrs.frozen(kw_only=True)
 class RoundEvent:
@@ -114,7 +117,7 @@ class Rounds:
         self._inbox = RingInbox(run_id, tag, settings.stall)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
-        self._digest = NO_DIGEST
+        self._digests: dict[int, bytes] = {}
         self._length: int | None = None
         self._rounds: dict[int, Leadership] = {}
         self._results: dict[int, Reduced] = {}
@@ -146,7 +149,9 @@ class Rounds:
 
     def committed(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, by way of the round that made it (or as the founder)."""
-        self._tip, self._digest = revision, digest
+        self._tip, self._digests[revision] = revision, digest
+        for number in [number for number in self._digests if not revision - _HISTORY <= number <= revision]:
+            del self._digests[number]
         for number in [number for number in self._rounds if number <= revision]:
             self._rounds.pop(number).finished()
         for leadership in self._rounds.values():
@@ -155,6 +160,10 @@ class Rounds:
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
+        self._digests.clear()
+        for leadership in self._rounds.values():
+            leadership.close()
+        self._rounds.clear()
         self.committed(revision, digest)
 
     @property
@@ -208,9 +217,11 @@ class Rounds:
         _check_arguments(revision, values, weight, digest)
         if self._tip is None or self._tip < revision - 1:
             self.committed(revision - 1, digest)
-        self._length = len(values)
         if self._finished >= revision:
             raise ValueError(f"revision {revision} is there already")
+        if self._digests.get(revision - 1) != digest:
+            raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
+        self._length = len(values)
         finite = torch.isfinite(values).all
         if not bool(await trio.to_thread.run_sync(finite) if len(values) >= IN_WORKER else finite()):
             reason = "the values are not finite"
@@ -229,8 +240,13 @@ class Rounds:
             leadership = self._leadership(revision)
             leader = leadership.next_leader()
             try:
-                return await self._attend(leadership, work, leader)
-            except (Behind, Fork):
+                if (reduced := await self._attend(leadership, work, leader)) is not None:
+                    return reduced
+                redirects += 1
+            except Behind:
+                raise
+            except Fork:
+                leadership.lose(leader)  # if we stay with our branch, we do without that peer
                 raise
             except Redirected as redirected:
                 redirects += 1
@@ -247,8 +263,8 @@ class Rounds:
             await trio.lowlevel.checkpoint()
         raise RoundAborted(f"no coordinator could finish the round for revision {revision}")
 
-    async def _attend(self, leadership: Leadership, work: Work, leader: PeerId) -> Reduced:
-        """One stay with one coordinator."""
+    async def _attend(self, leadership: Leadership, work: Work, leader: PeerId) -> Reduced | None:
+        """One stay with one coordinator; None if we left it for another one."""
         offer, tried = work.offer, sorted(leadership.tried)[:MAX_TRIED]
         ready = Ready(
             run=self._run,
@@ -260,28 +276,27 @@ class Rounds:
             ballot=leadership.acceptor.promised,
             tried=tuple(tried),
         )
-        leadership.attending = leader
+        patience = self._times.grace + self._times.slack
+        patience += 2 * self._times.attempt(offer.length, len(self._members()) + 1)
+        leadership.attending, leadership.attendance = leader, trio.CancelScope()
         try:
-            async with self._line(leadership, ready, leader) as line:
-                local = isinstance(line, LocalLine)
-
-                def report(plan: Plan, reason: str | None) -> None:
-                    if reason is None or not local:  # as a coordinator we know better why
-                        self._report_attempt(plan, reason)
-
-                return await Member(
-                    line,
-                    work,
-                    leadership.acceptor,
-                    self._times,
-                    begin=lambda plan: self._begin(plan, work),
-                    fetch=lambda holder: self._fetch(holder, offer.revision),
-                    keep=self._keep,
-                    report=report,
-                ).run()
+            with leadership.attendance:
+                async with self._line(leadership, ready, leader) as line:
+                    return await Member(
+                        line,
+                        work,
+                        leadership.acceptor,
+                        self._times,
+                        begin=lambda plan: self._begin(plan, work),
+                        fetch=lambda holder: self._fetch(holder, offer.revision),
+                        keep=self._keep,
+                        report=self._report_attempt if leader != self._endpoint.peer_id else self._report_start,
+                        patience=patience,
+                    ).run()
         finally:
             leadership.attending = None
             leadership.wake()
+        return self._results.get(offer.revision)  # we left to lead ourselves, perhaps a moment after the end
 
     @contextlib.asynccontextmanager
     async def _line(self, leadership: Leadership, ready: Ready, leader: PeerId) -> AsyncIterator[Line]:
@@ -340,6 +355,11 @@ class Rounds:
         if reduced.plan.revision in self._rounds:
             self._rounds[reduced.plan.revision].finished()
 
+    def _report_start(self, plan: Plan, reason: str | None) -> None:
+        """Of attempts that we coordinate, the member reports the start only: the coordinator knows why they fail."""
+        if reason is None:
+            self._report_attempt(plan, None)
+
     def _report_attempt(self, plan: Plan, reason: str | None) -> None:
         self._report(
             RoundEvent(
@@ -366,7 +386,7 @@ class Rounds:
                 times=self._times,
                 spawn=self._spawn,
                 members=self._members,
-                base=lambda: self._digest if self._tip == revision - 1 else None,
+                base=lambda: self._digests.get(revision - 1),
                 notify=self._spread_news,
                 aborted=self._report_attempt,
             )
@@ -394,25 +414,27 @@ class Rounds:
         self._check_request(request)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
+        ours = self._digests.get(request.revision - 1, request.base)
+        if ours != request.base:
+            return Forked(ours)
         if request.revision <= self._finished:
             return Ahead(self._finished, self._endpoint.peer_id)
         if request.revision > self._tip + _LOOKAHEAD:
             raise RequestRefused(f"this peer holds revision {self._tip} only", code="behind")
         leadership = self._leadership(request.revision)
+        leadership.crossed(stream.peer)
         final = self._final_answer(leadership, request, stream.peer)
         if final is None:
             await self._serve(leadership, request, stream)
         return final
 
-    def _final_answer(self, leadership: Leadership, ready: Ready, peer: PeerId) -> Ahead | Forked | Redirect | None:
+    def _final_answer(self, leadership: Leadership, ready: Ready, peer: PeerId) -> Ahead | Redirect | None:
         """Why a ready peer cannot stay here, or None."""
         coordinator = leadership.coordinator
         if coordinator.holder is not None:
             if coordinator.holder in self._members():
                 return Ahead(ready.revision, coordinator.holder)
             coordinator.reopen()
-        if self._tip == ready.revision - 1 and ready.base != self._digest:
-            return Forked(self._digest)
         target = leadership.redirect(peer, ready.tried) if peer != self._endpoint.peer_id else None
         return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
 
@@ -420,6 +442,8 @@ class Rounds:
         self._check_request(request)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
+        if self._digests.get(request.revision - 1, request.base) != request.base:
+            raise RequestRefused("this peer's state is another one", code="fork")
         if request.revision <= self._finished:
             return Ahead(self._finished, self._endpoint.peer_id)
         if request.revision > self._tip + _LOOKAHEAD:

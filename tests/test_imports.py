@@ -23,11 +23,13 @@ SHELLS = {
     "protocol/identity.py",
     "protocol/member.py",
     "protocol/memory.py",
+    "protocol/portmap.py",
     "protocol/rounds.py",
     "protocol/sessions.py",
     "protocol/stream.py",
     "protocol/tcp.py",
     "protocol/transfer.py",
+    "protocol/upnp.py",
     "dht/node.py",
     "dht/service.py",
 }

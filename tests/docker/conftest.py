@@ -1,24 +1,22 @@
 """A Docker engine for the tests, and Shoal's image in it.
 
 Where no engine answers, one is started: as root, on a machine with Debian's docker.io installed. Where the base image
-cannot be pulled, one is made with debootstrap. Python packages come to the build from the host, through its pip, so
-that the build depends neither on the containers' network nor on the host's pip configuration. What takes long to make
-is kept in the user's cache directory.
+cannot be pulled, one is made with debootstrap. Python packages come to the build from the host, through its pip, in a
+layer under the image's own, so that the build needs no network. What takes long to make is kept in the user's cache
+directory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import http.server
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -87,31 +85,42 @@ def engine() -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def own_engine(directory: Path) -> Iterator[str]:
-    """Run `dockerd` with all of its state in `directory`; gives the address of its API."""
+    """Run `dockerd` with all of its state in `directory`; gives the address of its API.
+
+    It lives in a network and a mount namespace of its own: interfaces, firewall rules and mounts end with it, and what
+    another engine left in the machine's firewall does not concern it. Its containers reach each other, nothing else.
+    Images and volumes are in memory, 2 GiB in all, because disks take minutes for them.
+    """
     address = f"unix://{directory}/api"
     places = {"data-root": "data", "exec-root": "exec", "pidfile": "pid", "config-file": "none.json"}
     (directory / "none.json").write_text("{}")
-    # Without a default bridge: compose makes its own networks, and builds use the host's.
-    command = ["dockerd", "--host", address, "--bridge", "none"]
+    (directory / "data").mkdir()
+    in_memory = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
+    command = ["unshare", "--net", "--mount", "sh", "-c", in_memory, str(directory / "data")]
+    command += ["dockerd", "--host", address, "--bridge", "none"]
     command += [argument for option, name in places.items() for argument in (f"--{option}", str(directory / name))]
     with (directory / "log").open("wb") as log, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
         ready.bind(str(directory / "ready"))
-        ready.settimeout(ENGINE_START)
         environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "ready")}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            try:
-                ready.recv(4096)
-            except TimeoutError:
+            if not notified(ready, process):
                 tail = (directory / "log").read_text(errors="replace")[-1000:]
                 pytest.skip(f"no Docker engine answers, and dockerd does not start here:\n{tail}")
             yield address
         finally:
             process.terminate()
             process.wait()
-            for mount in reversed(Path("/proc/self/mounts").read_text().splitlines()):
-                if (point := mount.split()[1]).startswith(f"{directory}/"):  # dockerd leaves its network namespace
-                    subprocess.run(["umount", "--lazy", point], check=True)
+
+
+def notified(ready: socket.socket, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until the process says on its notification socket that it is ready; whether it does."""
+    ready.settimeout(1.0)
+    deadline = time.monotonic() + ENGINE_START
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            return bool(ready.recv(4096))
+    return False
 
 
 @pytest.fixture(scope="session")
@@ -119,13 +128,18 @@ def image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The name of Shoal's image, built from the checkout."""
     provide_base_image(engine, tmp_path_factory.mktemp("base"))
     name = f"shoal:test-{os.getpid()}"
-    with served(provide_wheels()) as address:
-        arguments = {"PIP_FIND_LINKS": address, "PIP_NO_INDEX": "1", "PIP_EXTRA_INDEX_URL": ""}
-        options = [option for key, value in arguments.items() for option in ("--build-arg", f"{key}={value}")]
-        engine.run("docker", "build", "--network", "host", *options, "-f", "docker/Dockerfile", "-t", name, ".")
-    yield name
-    if not engine.temporary:
-        engine.run("docker", "image", "rm", "--force", name)
+    base = f"{name}-base"
+    recipe = tmp_path_factory.mktemp("recipe") / "Dockerfile"
+    recipe.write_text(f"FROM {BASE_IMAGE}\nCOPY . /wheels\n")
+    arguments = {"BASE": base, "PIP_FIND_LINKS": "/wheels", "PIP_NO_INDEX": "1", "PIP_EXTRA_INDEX_URL": ""}
+    options = [option for key, value in arguments.items() for option in ("--build-arg", f"{key}={value}")]
+    try:
+        engine.run("docker", "build", "-f", recipe, "-t", base, provide_wheels())
+        engine.run("docker", "build", "--network", "none", *options, "-f", "docker/Dockerfile", "-t", name, ".")
+        yield name
+    finally:
+        if not engine.temporary:
+            engine.succeeds("docker", "image", "rm", "--force", name, base)
 
 
 def cache() -> Path:
@@ -167,22 +181,3 @@ def provide_wheels() -> Path:
             shutil.rmtree(stale)
         unfinished.rename(wheels)
     return wheels
-
-
-@contextlib.contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """Serve a directory over HTTP on this machine's loopback address; gives the URL."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            """Keep quiet."""
-
-    handler = functools.partial(Handler, directory=str(directory))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()

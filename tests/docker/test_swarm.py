@@ -34,46 +34,61 @@ class Swarm:
 
     def kill(self, container):
         """What a power cut does to a machine; its disk goes too, so that compose starts another peer, not this one."""
-        self.engine.run("docker", "rm", "--force", "--volumes", container)
+        self.engine.run("docker", "kill", container)
+        self.engine.run("docker", "rm", "--volumes", container)
+
+    def stop(self):
+        """What Ctrl-C does to `docker compose up`; gives the exit codes of all containers."""
+        self.compose("stop", "--timeout", "30")
+        containers = self.compose("ps", "-q").split()
+        return self.engine.run("docker", "inspect", "--format", "{{.State.ExitCode}}", *containers).split()
 
     def down(self):
         self.compose("down", "--volumes", "--timeout", "5")
 
 
 @asynccontextmanager
-async def committed_rounds(engine, container):
-    """The `round_committed` events of the peer in a container, from its first on, as they come."""
+async def events_of(engine, container):
+    """All events of the peer in a container, from its first on, as they come."""
     command = ["docker", "exec", container, "tail", "-n", "+1", "-F", EVENTS]
     process = await trio.lowlevel.open_process(
         command, env=engine.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
-        async with aclosing(read_rounds(process.stdout)) as rounds:
-            yield rounds
+        async with aclosing(read_events(process.stdout)) as events:
+            yield events
     finally:
-        process.kill()
-        await process.wait()
-        await process.stdout.aclose()
+        with trio.CancelScope(shield=True):
+            process.kill()
+            await process.wait()
+            await process.stdout.aclose()
 
 
-async def read_rounds(stream):
+async def read_events(stream):
     pending = b""
     async for data in stream:
         *lines, pending = (pending + data).split(b"\n")
-        for event in map(json.loads, lines):
-            if event["event"] == "round_committed":
-                yield event
+        for line in lines:
+            yield json.loads(line)
     pytest.fail("the peer ended")
 
 
-async def rounds_until(rounds, wanted):
-    """Read events until one satisfies `wanted`; gives the digest of every round read, by number."""
+async def first(events, kind):
+    """The next event of a kind."""
+    async for event in events:
+        if event["event"] == kind:
+            return event
+    raise AssertionError("unreachable: the events never end")
+
+
+async def rounds_until(events, wanted):
+    """Reads events until a committed round satisfies `wanted`; gives the digest of every round read, by number."""
     digests = {}
-    async for event in rounds:
+    while True:
+        event = await first(events, "round_committed")
         digests[event["round"]] = event["digest"]
         if wanted(event):
             return digests
-    raise AssertionError("unreachable: the events never end")
 
 
 @pytest.fixture
@@ -85,29 +100,53 @@ def swarm(engine, image):
         swarm.down()
 
 
-async def test_containers_train_lose_a_peer_and_gain_one(engine, swarm):
-    def members(count):
-        return lambda event: len(event["members"]) == count
+def members(count):
+    return lambda event: len(event["members"]) == count
 
+
+def since(number):
+    return lambda event: event["round"] >= number
+
+
+async def test_containers_train_lose_a_peer_gain_one_and_restart_the_founder(engine, swarm):
     async with AsyncExitStack() as stack:
-        stack.enter_context(trio.fail_after(240))
+        stack.enter_context(trio.fail_after(280))
+
+        async def follow(container):
+            return await stack.enter_async_context(events_of(engine, container))
+
         await trio.to_thread.run_sync(swarm.scale, 2)
         (founder,) = swarm.containers("founder")
         victim, survivor = swarm.containers("peer")
-        at_founder = await stack.enter_async_context(committed_rounds(engine, founder))
-        at_survivor = await stack.enter_async_context(committed_rounds(engine, survivor))
+        at_founder, at_survivor = await follow(founder), await follow(survivor)
 
         digests = await rounds_until(at_founder, members(3))
-        swarm.kill(victim)
+        await trio.to_thread.run_sync(swarm.kill, victim)
         digests |= await rounds_until(at_founder, members(2))
         await trio.to_thread.run_sync(swarm.scale, 2)
         (newcomer,) = set(swarm.containers("peer")) - {survivor}
-        at_newcomer = await stack.enter_async_context(committed_rounds(engine, newcomer))
+        at_newcomer = await follow(newcomer)
         digests |= await rounds_until(at_founder, members(3))
 
         last = max(digests)
-        for rounds in (at_survivor, at_newcomer):
-            theirs = await rounds_until(rounds, lambda event: event["round"] >= last)
-            common = theirs.keys() & digests.keys()
-            assert last in common
-            assert {number: theirs[number] for number in common} == {number: digests[number] for number in common}
+        theirs = await rounds_until(at_survivor, since(last))
+        assert_equal_where_both(digests, theirs, last)
+        assert_equal_where_both(digests, await rounds_until(at_newcomer, since(last)), last)
+
+        await trio.to_thread.run_sync(engine.run, "docker", "restart", founder)
+        at_founder = await follow(founder)
+        before, after = await first(at_founder, "started"), await first(at_founder, "started")
+        assert (before["peer"], before["run"]) == (after["peer"], after["run"])
+        digests = await rounds_until(at_founder, members(3))
+        assert min(digests) > last  # it went on where it was
+        theirs |= await rounds_until(at_survivor, since(max(digests)))
+        assert_equal_where_both(digests, theirs, max(digests))
+
+        assert await trio.to_thread.run_sync(swarm.stop) == ["0", "0", "0"]
+
+
+def assert_equal_where_both(digests, others, number):
+    """Two peers have the same digests for all rounds that both of them took part in, among these the one given."""
+    common = digests.keys() & others.keys()
+    assert number in common
+    assert {number: others[number] for number in common} == {number: digests[number] for number in common}

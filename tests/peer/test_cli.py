@@ -492,3 +492,26 @@ def test_a_second_signal_kills(process):
     daemon.send_signal(signal.SIGINT)
     daemon.communicate(timeout=30)
     assert daemon.returncode == -signal.SIGINT  # and not 130, which it would be two seconds later
+
+
+STARTING = """
+import sys, time, types
+import peer.cli
+
+def slow(name):
+    print("starting", flush=True)
+    time.sleep(60)
+
+sys.modules["peer.daemon"] = types.SimpleNamespace(DaemonConfig=None, run_daemon=None)
+peer.cli._device = slow
+peer.cli.main()
+"""
+
+
+def test_sigterm_ends_a_daemon_that_is_still_starting(tmp_path):
+    command = [sys.executable, "-c", STARTING, "join", TICKET.encode(), "--home", str(tmp_path / "home")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().endswith("starting\n")
+        process.terminate()
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (0, "")

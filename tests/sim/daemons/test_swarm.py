@@ -126,7 +126,7 @@ async def test_a_stalled_peer_is_left_behind_and_catches_up(autojump_clock, simu
 async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
-        peers = a, _, _, d, e = [await simulated_swarm.start(name) for name in "abcde"]
+        peers = a, _, _, _, e = [await simulated_swarm.start(name) for name in "abcde"]
         await e.until_round(2)
         simulated_swarm.network.partition("abc", "de")
         cut = max(a.digests())
@@ -140,4 +140,21 @@ async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(autojump_
     assert len({peer.digests()[last] for peer in peers}) == 1
     assert any(event["round"] > cut for peer in peers for event in peer.events("synced"))  # one side took the other's
     for name in "abcde":
+        simulated_swarm.leave(name)
+
+
+async def test_a_newcomer_does_not_wait_for_the_dead(autojump_clock, simulated_swarm):
+    """The record of a peer that died outlives it in the DHT for two minutes."""
+    simulated_swarm.settings = endless(simulated_swarm.settings)
+    with trio.fail_after(LIMIT):
+        a, *_ = [await simulated_swarm.start(name) for name in "abc"]
+        await a.until_round(1)
+        simulated_swarm.network.partition(["b"], ["a", "c", "late"])  # silent, unlike a crash: dials time out
+        await a.until_round(max(a.digests()) + 2)
+        late = await simulated_swarm.start("late")
+        await late.until(lambda: late.events("round_committed"))
+        first = late.events("synced")[0]["round"]
+    assert [event["round"] for event in late.events("round_committed")] == [first + 1]
+    assert str(late.id) in late.events("round_committed")[0]["contributors"]
+    for name in ("a", "b", "c", "late"):
         simulated_swarm.leave(name)

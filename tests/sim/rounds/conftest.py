@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
@@ -64,8 +65,9 @@ class Peer:
         self.revision = 0
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
+        self.weight = 0.0  # accumulated over the branch, which decides between branches
         self.results: dict[int, Reduced] = {}  # by revision: what it reduced itself, or fetched
-        self.took_part: set[int] = set()
+        self.reduced: list[Reduced] = []  # all that it got from rounds it took part in, on whatever branch
         self.adoptions = 0
         self.alive = False
         self.scope = trio.CancelScope()
@@ -101,7 +103,7 @@ class Peer:
             reduced = await self.rounds.all_reduce(
                 revision, self.values(revision), self.swarm.weight(self), digest=self.digest
             )
-            self.took_part.add(revision)
+            self.reduced.append(reduced)
         except Behind as behind:
             try:
                 reduced = await self.rounds.fetch_result(behind.peer, revision)
@@ -123,16 +125,22 @@ class Peer:
         assert reduced.plan.revision == self.revision + 1
         assert reduced.plan.base == self.digest
         self.revision += 1
+        self.weight += reduced.weight
         self.digest = self.chain[self.revision] = next_digest(self.digest, reduced)
         self.results[self.revision] = reduced
         self.rounds.committed(self.revision, self.digest)
         self._move()
 
     async def _adopt(self, holder: PeerId) -> None:
-        """What the daemon does when it is far behind or on another branch: fetch the better state (here by magic)."""
+        """What the daemon does when it is far behind or on another branch: fetch the better state (here by magic).
+
+        The heavier branch wins, ties go to the lower digest.
+        """
         await trio.sleep(0.5)
         other = self.swarm.by_id(holder)
-        if other.alive and (other.revision, other.digest) > (self.revision, self.digest):
+        better = other.weight > self.weight or (other.weight == self.weight and other.digest < self.digest)
+        if other.alive and better:
+            self.weight = other.weight
             self.revision, self.digest, self.chain = other.revision, other.digest, dict(other.chain)
             self.results = {number: other.results[number] for number in other.results}
             self.rounds.adopted(self.revision, self.digest)
@@ -240,7 +248,6 @@ class Swarm:
             with peer.endpoint.watch() as events:
                 while len(peer.endpoint.connected) < len(self.peers) - 1:
                     await events.receive()
-        self.begin.set()
 
     def kill(self, peer: Peer) -> None:
         """Without a word, as SIGKILL does it."""
@@ -275,16 +282,14 @@ class Swarm:
 
     def _check_agreement(self) -> None:
         """Different results of one round on one branch: only where the later plan excludes the earlier's holder."""
-        for one in self.peers:
-            for other in self.peers:
-                for revision in one.took_part & other.took_part & one.results.keys() & other.results.keys():
-                    mine, theirs = one.results[revision], other.results[revision]
-                    if mine.plan.base != theirs.plan.base:
-                        continue
-                    if mine.plan.id == theirs.plan.id:
-                        assert bits(mine.mean) == bits(theirs.mean)
-                    elif mine.plan.ballot < theirs.plan.ballot:
-                        assert one.id not in theirs.plan.members
+        for one, other in itertools.permutations(self.peers, 2):
+            for mine, theirs in itertools.product(one.reduced, other.reduced):
+                if (mine.plan.revision, mine.plan.base) != (theirs.plan.revision, theirs.plan.base):
+                    continue
+                if mine.plan.id == theirs.plan.id:
+                    assert bits(mine.mean) == bits(theirs.mean)
+                elif mine.plan.ballot < theirs.plan.ballot:
+                    assert one.id not in theirs.plan.members
 
 
 def bits(values: torch.Tensor) -> bytes:
@@ -292,13 +297,18 @@ def bits(values: torch.Tensor) -> bytes:
 
 
 @asynccontextmanager
-async def running_swarm(count: int, **options):
-    """A swarm whose peers run; everything has ended, and nothing hangs, when the block is left."""
+async def running_swarm(count: int, *, train: bool = True, **options):
+    """A swarm whose peers run; everything has ended, and nothing hangs, when the block is left.
+
+    Without `train`, the peers are connected and take part in nothing by themselves.
+    """
     swarm = Swarm(count, **options)
     trio._core._run._r.seed(swarm.seed)  # the order of tasks; importing hypothesis makes trio respect it
     with trio.fail_after(3600):
         async with trio.open_nursery() as nursery:
             await swarm.start(nursery)
+            if train:
+                swarm.begin.set()
             yield swarm
             for peer in swarm.peers:
                 peer.scope.cancel()

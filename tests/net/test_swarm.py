@@ -1,0 +1,60 @@
+"""Daemons on networks as people have them complete rounds together."""
+
+import pytest
+
+from tests.net.topology import Link, Nat
+
+pytestmark = pytest.mark.netns
+
+ROUNDS = 3
+
+# The homes that join a founder with a public address.
+HOMES = [
+    (Nat.NONE, Nat.NONE),
+    (Nat.FIREWALL,),
+    (Nat.PORT_PRESERVING,),
+    (Nat.OTHER_PORT,),
+    (Nat.SYMMETRIC,),
+]
+
+
+def named(nats):
+    return "+".join(nat.value for nat in nats)
+
+
+@pytest.mark.parametrize("nats", HOMES, ids=named)
+async def test_homes_train_with_a_public_founder(internet, net_swarm, nats):
+    public = internet.host("public")
+    hosts = [internet.home(f"home{index}", nat).hosts[0] for index, nat in enumerate(nats, start=1)]
+    await net_swarm.found(public)
+    for host in hosts:
+        net_swarm.join(host)
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
+
+
+async def test_hosts_with_ipv6_only_train(internet, net_swarm):
+    hosts = [internet.host(name, versions=[6]) for name in ("one", "two", "three")]
+    await net_swarm.found(hosts[0])
+    for host in hosts[1:]:
+        net_swarm.join(host)
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
+
+
+async def test_peer_that_is_cut_off_is_left_behind_and_catches_up(internet, net_swarm):
+    hosts = [internet.host(name) for name in ("one", "two", "three")]
+    one = await net_swarm.found(hosts[0])
+    two, lost = (net_swarm.join(host) for host in hosts[1:])
+    await net_swarm.rounds_together([one, two, lost], ROUNDS)
+    lost.host.network.cut()
+    await net_swarm.rounds_together([one, two], ROUNDS, patience=20)
+    lost.host.network.heal()
+    await net_swarm.rounds_together([one, two, lost], ROUNDS)
+
+
+async def test_peers_train_over_a_home_line(internet, net_swarm):
+    near = internet.host("near")
+    far = internet.host("far", link=Link(rate=(100.0, 100.0), delay=25.0))
+    # Rounds that are longer than it takes to fetch a state over this line.
+    await net_swarm.found(near, inner_steps=300)
+    net_swarm.join(far)
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)

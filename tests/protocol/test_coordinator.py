@@ -1,0 +1,383 @@
+"""The decisions of a coordinator, on a clock moved by hand."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from protocol.coordinator import Aborted, Announce, Candidate, Coordinator, RoundTimes, Send, View
+from protocol.identity import PeerId
+from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, coordinators
+from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
+
+RUN = bytes(32)
+PEERS = [PeerId(bytes([number]) * 32) for number in range(1, 6)]
+US, A, B, C, D = PEERS
+BASE, OTHER = bytes(32), bytes([9] * 32)
+TIMES = RoundTimes(grace=10, slack=2, stall=10, settle=1)
+
+
+class Table:
+    """A coordinator and what it has said."""
+
+    def __init__(self, live=PEERS[:4]) -> None:
+        self.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=TIMES)
+        self.live, self.base = set(live), BASE
+        self.now = 100.0
+        self.log = []
+
+    def poll(self, *, leading=True):
+        view = View(live=frozenset(self.live), leading=leading, rank=0, base=self.base)
+        actions = self.core.poll(self.now, view)
+        self.log += actions
+        return actions
+
+    def ready(self, *peers, weight=1.0, length=4, base=BASE, tried=(), heard=NO_BALLOT):
+        for peer in peers:
+            self.core.ready(peer, Candidate(weight, length, base, frozenset(tried)), heard)
+
+    def wait(self, seconds):
+        self.now += seconds
+        return self.poll()
+
+    def start(self, *peers) -> Plan:
+        """A plan of these peers, which all have accepted."""
+        self.live = set(peers)
+        self.ready(*peers)
+        self.poll()
+        self.accept(*peers)
+        return self.plan
+
+    def accept(self, *peers):
+        for peer in peers:
+            self.core.accepted(peer, self.plan.ballot)
+
+    @property
+    def plan(self) -> Plan:
+        assert self.core.plan is not None
+        return self.core.plan
+
+    def complete(self, *peers, plan=None):
+        plan = plan or self.plan
+        for peer in peers:
+            self.core.completed(peer, plan.ballot, plan.id)
+
+
+def sent(actions, kind):
+    return {
+        action.peer: action.message for action in actions if isinstance(action, Send) and type(action.message) is kind
+    }
+
+
+def test_window_closes_when_all_live_members_are_ready():
+    table = Table()
+    table.ready(US, A)
+    actions = table.poll()
+    assert {action.peer for action in actions if isinstance(action, Announce)} == {B, C}
+    table.ready(B)
+    assert table.poll() == []
+    table.ready(C)
+    plan = next(iter(sent(table.poll(), Propose).values())).plan
+    assert set(plan.members) == {US, A, B, C}
+    assert list(plan.members) == coordinators(RUN, 1, plan.members)
+    assert (plan.attempt, plan.rank, plan.coordinator, plan.length, plan.base) == (1, 0, US, 4, BASE)
+
+
+def test_window_closes_when_the_grace_is_over():
+    table = Table()
+    table.ready(A)
+    table.poll()
+    assert table.core.deadline == table.core.closes == 112
+    assert table.wait(11.9) == []
+    assert set(sent(table.wait(0.1), Propose)) == {A}
+
+
+def test_members_that_vanish_are_not_waited_for():
+    table = Table()
+    table.ready(US, A)
+    table.poll()
+    table.core.answered(B, "gone")
+    table.live.discard(C)
+    assert set(sent(table.poll(), Propose)) == {US, A}
+
+
+def test_alone():
+    table = Table(live=[US])
+    table.ready(US)
+    assert set(sent(table.poll(), Propose)) == {US}
+    table.complete(US)
+    table.poll()
+    assert table.core.holder == US
+
+
+def test_nothing_happens_while_another_peer_leads():
+    table = Table(live=[US, A])
+    table.ready(US, A)
+    assert table.poll(leading=False) == []
+    assert sent(table.poll(), Propose)
+
+
+def test_waits_for_a_peer_that_is_led_elsewhere_and_learns_the_result_from_it():
+    table = Table()
+    table.ready(US, A, B)
+    table.poll()
+    table.core.answered(C, "led")
+    assert table.wait(13) == []
+    table.core.finished_elsewhere(C)
+    assert sent(table.poll(), Ahead) == {peer: Ahead(1, C) for peer in (US, A, B)}
+
+
+def test_does_not_wait_for_ever_for_a_peer_that_is_led_elsewhere():
+    table = Table()
+    table.ready(US, A, B)
+    table.poll()
+    table.core.answered(C, "led")
+    assert set(sent(table.wait(12 + TIMES.attempt(4, 4)), Propose)) == {US, A, B}
+
+
+def test_steps_down_but_keeps_those_who_cannot_reach_the_other():
+    table = Table()
+    table.ready(US, A)
+    table.ready(B, tried=[D])
+    table.poll()
+    assert table.core.step_down(D, ())
+    assert sent(table.poll(leading=False), Redirect) == {US: Redirect(D, ()), A: Redirect(D, ())}
+    assert table.core.candidates == {B}
+
+
+def test_does_not_step_down_once_a_plan_is_out():
+    table = Table()
+    table.start(US, A)
+    assert not table.core.step_down(D, ())
+
+
+def test_candidates_of_another_branch_are_sent_away():
+    table = Table(live=[US, A, B])
+    table.ready(US, A)
+    table.ready(B, base=OTHER)
+    actions = table.poll()
+    assert sent(actions, Forked) == {B: Forked(BASE)}
+    assert table.core.candidates == {US, A}
+
+
+def test_without_a_state_of_our_own_the_majority_decides():
+    table = Table(live=[US, A, B, C])
+    table.base = None
+    table.ready(A, B, base=OTHER)
+    table.ready(C)
+    assert sent(table.wait(0), Forked) == {C: Forked(OTHER)}
+    assert table.wait(12) != []
+    assert table.plan.base == OTHER
+
+
+def test_vectors_of_another_length_do_not_take_part():
+    table = Table(live=[US, A, B])
+    table.ready(US, A)
+    table.ready(B, length=5)
+    assert set(sent(table.wait(0), Propose)) == set()
+    assert set(sent(table.wait(12), Propose)) == {US, A}
+
+
+def test_attempts_go_past_every_ballot_that_was_heard_of():
+    table = Table(live=[US, A])
+    table.ready(US)
+    table.ready(A, heard=Ballot(7, 3, B))
+    table.poll()
+    assert table.plan.attempt == 8
+
+
+def test_liars_cannot_use_up_the_attempts():
+    table = Table(live=[US, A])
+    table.ready(US)
+    table.ready(A, heard=Ballot(MAX_ATTEMPT, 0, B))
+    table.poll()
+    assert table.plan.attempt == 1
+    table.complete(A, plan=attrs.evolve(table.plan, attempt=9))
+    table.poll()
+    assert table.core.holder is None
+
+
+def test_over_when_all_have_the_result():
+    table = Table()
+    table.start(US, A, B)
+    table.complete(US, A)
+    assert table.poll() == []
+    table.complete(B)
+    table.ready(C)
+    assert sent(table.poll(), Ahead) == {C: Ahead(1, min(US, A, B))}
+
+
+def test_a_lost_member_leads_to_the_next_attempt_at_once():
+    table = Table()
+    first = table.start(US, A, B, C)
+    table.core.gone(B)
+    actions = table.poll()
+    assert [type(action) for action in actions if isinstance(action, Aborted)] == [Aborted]
+    assert set(sent(actions, Propose)) == {US, A, C}
+    assert table.plan.ballot > first.ballot
+
+
+def test_a_lost_member_after_somebody_completed_means_that_the_others_fetch():
+    table = Table()
+    plan = table.start(US, A, B, C)
+    table.complete(A)
+    table.core.gone(B)
+    actions = table.poll()
+    assert sent(actions, CallOff) == {US: CallOff(plan.ballot, A), C: CallOff(plan.ballot, A)}
+    assert table.core.holder == A
+
+
+def test_a_member_that_has_completed_an_earlier_attempt_ends_the_later_one():
+    table = Table()
+    first = table.start(US, A, B, C)
+    table.core.gone(B)
+    table.poll()
+    second = table.plan
+    table.complete(A, plan=first)
+    assert sent(table.poll(), CallOff) == {US: CallOff(second.ballot, A), C: CallOff(second.ballot, A)}
+
+
+def test_somebody_excluded_that_has_completed_an_earlier_attempt_changes_nothing():
+    table = Table()
+    first = table.start(US, A, B, C)
+    table.core.gone(B)
+    table.poll()
+    table.complete(B, plan=first)
+    assert table.poll() == []
+    assert table.core.holder is None
+
+
+def ring_of(table, *reports):
+    """Reports by (accuser, progress): each blames its left neighbour."""
+    plan = table.plan
+    for accuser, progress in reports:
+        suspect = plan.members[plan.members.index(accuser) - 1]
+        table.core.failed(accuser, plan.ballot, suspect, progress, table.now)
+
+
+def excluded(table, first: Plan) -> set[PeerId]:
+    return set(first.members) - set(table.plan.members)
+
+
+@pytest.mark.parametrize("place", range(1, 5))
+def test_the_culprit_is_who_is_accused_and_does_not_report(place):
+    table = Table()
+    first = table.start(*PEERS)
+    order = [first.members[(first.members.index(US) + offset) % 5] for offset in range(5)]
+    culprit = order[place]
+    ring_of(table, *((peer, 3) for peer in order if peer != culprit))
+    assert table.poll() == []  # more reports may come
+    table.wait(1)
+    assert excluded(table, first) == {culprit}
+
+
+@pytest.mark.parametrize("place", range(1, 5))
+def test_if_all_report_the_culprit_is_left_of_who_starved_first(place):
+    table = Table()
+    first = table.start(*PEERS)
+    order = [first.members[(first.members.index(US) + offset) % 5] for offset in range(5)]
+    progress = {order[(place + 1 + offset) % 5]: 2 + offset for offset in range(5)}
+    ring_of(table, *progress.items())
+    table.wait(1)
+    assert excluded(table, first) == {order[place]}
+
+
+def test_a_member_that_has_not_accepted_is_the_culprit():
+    table = Table(live=PEERS[:4])
+    table.ready(US, A, B, C)
+    table.poll()
+    first = table.plan
+    silent = next(peer for peer in first.members if peer != US)
+    table.accept(*(peer for peer in first.members if peer != silent))
+    ring_of(table, *((peer, 0) for peer in first.members if peer != silent))
+    table.wait(1)
+    assert excluded(table, first) == {silent}
+
+
+def test_accused_coordinators_exclude_the_accuser_first_and_then_themselves():
+    table = Table()
+    first = table.start(US, A, B, C)
+    accuser = first.members[(first.members.index(US) + 1) % 4]
+    ring_of(table, (accuser, 0))
+    actions = table.wait(1)
+    assert excluded(table, first) == {accuser}
+    assert sent(actions, CallOff) == {accuser: CallOff(first.ballot, None)}
+    second = table.plan
+    table.accept(*second.members)
+    ring_of(table, (second.members[(second.members.index(US) + 1) % 3], 0))
+    table.wait(1)
+    assert set(table.plan.members) == {A, B, C}
+
+
+def test_old_and_foreign_reports_are_ignored():
+    table = Table()
+    plan = table.start(US, A, B)
+    table.core.failed(A, Ballot(9, 9, US), B, 0, table.now)
+    table.core.failed(D, plan.ballot, B, 0, table.now)
+    table.core.failed(A, plan.ballot, D, 0, table.now)
+    assert table.wait(2) == []
+
+
+def test_an_attempt_of_which_nobody_hears_anything_ends():
+    table = Table()
+    table.live = {US, A, B}
+    table.ready(US, A, B)
+    table.poll()
+    first = table.plan
+    table.accept(US, A)
+    assert table.wait(TIMES.attempt(4, 3)) == []
+    table.wait(TIMES.stall + TIMES.settle)
+    assert excluded(table, first) == {B}
+
+
+def test_a_refusing_member_gets_another_chance_and_is_left_out_in_the_end():
+    table = Table()
+    table.start(US, A, B)
+    for number in range(3):
+        assert set(table.plan.members) == {US, A, B}
+        table.core.rejected(A, table.plan.ballot, Ballot(10 * number + 10, 0, D))
+        table.poll()
+        assert table.plan.attempt > 10 * number + 10
+    assert set(table.plan.members) == {US, B}
+
+
+def test_attempts_end_even_if_each_fails():
+    table = Table()
+    table.start(*PEERS)
+    attempts = 0
+    while len(table.plan.members) > 1:
+        table.accept(*table.plan.members)
+        ring_of(table, *((peer, 0) for peer in table.plan.members))
+        table.wait(1)
+        attempts += 1
+    assert attempts <= 5
+
+
+def test_if_the_holder_is_lost_the_round_begins_again():
+    table = Table()
+    first = table.start(US, A, B)
+    table.complete(A)
+    table.core.gone(B)
+    table.poll()
+    assert table.core.holder == A
+    table.core.reopen()
+    table.live = {US}
+    table.ready(US, heard=first.ballot)
+    table.poll()
+    assert table.plan.members == (US,)
+    assert table.plan.ballot > first.ballot
+
+
+def test_if_all_are_lost_the_coordinator_waits_for_who_comes():
+    table = Table(live=[US, A])
+    table.ready(A)
+    table.wait(0)
+    table.wait(12)
+    table.core.gone(A)
+    table.poll()
+    assert table.core.plan is None
+    table.ready(A)
+    table.poll()
+    table.wait(12)
+    assert table.plan.members == (A,)
+    assert table.plan.attempt == 2
