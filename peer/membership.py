@@ -56,7 +56,7 @@ class TipClaim:
 class StatusClaim:
     """What a member says of itself. Of two claims, the one with the higher number is the later one."""
 
-    number: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     tip: TipClaim | None
     active: bool
 

@@ -21,6 +21,7 @@ SHELLS = {
     "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
+    "protocol/leadership.py",
     "protocol/member.py",
     "protocol/memory.py",
     "protocol/portmap.py",
@@ -30,6 +31,7 @@ SHELLS = {
     "protocol/tcp.py",
     "protocol/transfer.py",
     "protocol/upnp.py",
+    "dht/neighbours.py",
     "dht/node.py",
     "dht/service.py",
 }

@@ -79,8 +79,8 @@ MESSAGES = {
     round_messages.Completed(BALLOT, ONES): "93 af726f756e642e636f6d706c65746564 93 02 01 c420 aa*32 c420 11*32",
     round_messages.CallOff(BALLOT, None): "93 ad726f756e642e63616c6c6f6666 93 02 01 c420 aa*32 c0",
     round_messages.CallOff(BALLOT, BOB): "93 ad726f756e642e63616c6c6f6666 93 02 01 c420 aa*32 c420 bb*32",
-    round_messages.RoundOpen(ONES, "tag", 300, 2.5): (
-        "95 aa726f756e642e6f70656e c420 11*32 a3746167 cd012c cb4004000000000000"
+    round_messages.RoundOpen(ONES, "tag", 300, TWOS, 2.5): (
+        "96 aa726f756e642e6f70656e c420 11*32 a3746167 cd012c c420 22*32 cb4004000000000000"
     ),
     round_messages.Noted(): "91 ab726f756e642e6e6f746564",
     round_messages.Led(BOB, ()): "93 a9726f756e642e6c6564 c420 bb*32 90",
@@ -90,9 +90,11 @@ MESSAGES = {
         "92 ac726f756e642e726573756c74 9b c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
         "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332"
     ),
-    membership.Hello(ONES, None, False): "94 ac6d656d6265722e68656c6c6f c420 11*32 c0 c2",
-    membership.Welcome(TIP, True, (membership.KnownMember(BOB, (HOME,)),)): (
-        "94 ae6d656d6265722e77656c636f6d65 93 03 cb412e848000000000 c420 22*32 c3 91 92 c420 bb*32 91 "
+    membership.Hello(
+        ONES, membership.StatusClaim(1, None, False)
+    ): "93 ac6d656d6265722e68656c6c6f c420 11*32 93 01 c0 c2",
+    membership.Welcome(membership.StatusClaim(300, TIP, True), (membership.KnownMember(BOB, (HOME,)),)): (
+        "93 ae6d656d6265722e77656c636f6d65 93 cd012c 93 03 cb412e848000000000 c420 22*32 c3 91 92 c420 bb*32 91 "
         "ae3139322e302e322e373a37303730"
     ),
     sync.ManifestRequest(ONES): "92 ac72756e2e6d616e6966657374 c420 11*32",
