@@ -277,9 +277,11 @@ class Endpoint:
             await trio.lowlevel.checkpoint()
             return target
         dial = self._dials.get(target)
+        if self._nursery is None:  # as while everything is being shut down
+            raise PeerUnreachable(f"cannot connect to {_name(target)}: this endpoint is not running")
         if dial is None:
             dial = self._dials[target] = _Dial()
-            self._running().start_soon(self._dial, target, dial)
+            self._nursery.start_soon(self._dial, target, dial)
         await dial.done.wait()
         if dial.error is not None:
             raise type(dial.error)(str(dial.error), hint=dial.error.hint)
@@ -323,7 +325,7 @@ class Endpoint:
         Args:
             peer: Whom to talk to.
             request: The first message, which chooses the handler on the other side.
-            bulk: Large data will flow: it has a large window and waits for everything that is not bulk.
+            bulk: The stream waits for everything that is not bulk. It does so anyway once raw bytes flow.
 
         Raises:
             As `request`, but for the timeout.

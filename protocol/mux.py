@@ -330,12 +330,21 @@ class Mux:
         stream.available -= filled
         return filled
 
+    def demote(self, stream: MuxStream) -> None:
+        """Makes a stream a bulk stream: raw bytes come, and whoever opened it must not have them go first."""
+        if not stream.bulk:
+            stream.bulk = True
+            if stream._scheduled:
+                self._control.remove(stream)
+                self._bulk.append(stream)
+
     def widen(self, stream: MuxStream) -> None:
-        """Gives a bulk stream that somebody reads a larger window, as far as the budget goes.
+        """Gives a stream whose raw bytes somebody reads a larger window, as far as the budget goes.
 
         Not before: whoever opens streams would have it, and fill it, whether or not anybody wants their data.
         """
-        if stream.bulk and not stream._extra and not stream._peer_fin and stream.id in self._streams:
+        self.demote(stream)
+        if not stream._extra and not stream._peer_fin and stream.id in self._streams:
             stream._extra = max(0, min(self._limits.window - INITIAL_WINDOW, self._extra_left))
             self._extra_left -= stream._extra
             stream._owed += stream._extra
@@ -447,6 +456,8 @@ class Mux:
     def _receive_open(self, stream_id: int, flags: int, events: list[Event]) -> None:
         if stream_id % 2 == self._next_id % 2 or stream_id <= self._last_peer_id or self.peer_retired:
             raise ProtocolError(f"stream {stream_id} may not be opened")
+        if self._urgent_bytes > _MAX_URGENT:
+            raise ProtocolError("the peer makes requests but does not read the answers")
         self._last_peer_id = stream_id
         if self._count(stream_id) >= self._limits.max_streams:
             self._reset_id(stream_id, "busy", f"more than {self._limits.max_streams} streams")
@@ -511,8 +522,6 @@ class Mux:
 
     def _reset_id(self, stream_id: int, code: str, text: str) -> None:
         self._send_urgent(Kind.RESET, 0, stream_id, pack_reset(code, text))
-        if self._urgent_bytes > _MAX_URGENT:
-            raise ProtocolError("the peer makes requests but does not read the answers")
 
     def _take_urgent(self, records: Packer) -> None:
         while self._urgent:

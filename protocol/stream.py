@@ -110,6 +110,7 @@ class Stream:
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
+            self._mux.demote(self.raw)
             self._mux.write(self.raw, view.cast("B"))
             self._connection.kick()
             try:

@@ -286,3 +286,34 @@ async def test_who_does_not_read_is_given_up(start, network, nursery, autojump_c
         await trio.sleep(1)
     assert outcome
     assert "took" in outcome[0]
+
+
+async def test_who_asks_nonsense_and_reads_no_answers_ends_only_his_connection(start, network, nursery, autojump_clock):
+    node = await start(1)
+    channel = await Stranger(network, 7).dial(node.address)
+
+    async def ask():
+        with contextlib.suppress(PeerGone):
+            for number in range(1, 60_000, 2):
+                await channel.send(pack(Kind.OPEN, 0, number) + framed(Pull(1), stream=number, flags=FIN))
+
+    nursery.start_soon(ask)
+    await trio.sleep(20)
+    assert await works(start, node)
+    await trio.sleep(40)
+    assert node.endpoint.statistics(channel.peer_id) is None
+    await channel.aclose()
+
+
+async def test_the_opener_of_a_stream_cannot_lift_the_upload_cap(start, network, nursery, autojump_clock):
+    async def push(request, stream):
+        await stream.send_bytes(bytes(request.size))
+
+    node = await start(1, limits=Limits(max_upload=1e5), handlers=((Echo, echo), (Pull, push)))
+    taker = await start(2)
+    peer = await taker.endpoint.connect(node.address)
+    began = trio.current_time()
+    async with taker.endpoint.open(peer, Pull(1_000_000)) as stream:
+        await stream.receive_into(bytearray(1_000_000))
+        await stream.finish()
+    assert trio.current_time() - began > 8

@@ -43,7 +43,8 @@ def opened(a, b, *, bulk=False):
     ours = a.open(bulk=bulk)
     (event,) = transfer(a, b)
     assert isinstance(event, Opened)
-    b.widen(event.stream)
+    if bulk:
+        b.widen(event.stream)
     return ours, event.stream
 
 
