@@ -468,6 +468,7 @@ class Rounds:
 
         Raises:
             RequestRefused: With code "unknown_round": the peer does not keep it (any more).
+            Fork: The result belongs to another state of the revision before than ours.
             ShoalError: The peer cannot be reached, is too slow, or sent something else.
         """
         started = trio.current_time()
@@ -477,6 +478,9 @@ class Rounds:
                 plan = (await stream.receive(Result, timeout=times.stall)).plan
                 if (plan.run, plan.tag, plan.revision) != (self._run, self._tag, revision):
                     raise ProtocolError(f"{peer.short} sent the result of another round")
+                ours = self._digests.get(revision - 1, plan.base)
+                if plan.base != ours:
+                    raise Fork(peer, revision - 1, ours=ours, theirs=plan.base)
                 if self._length is not None and plan.length != self._length:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
                 mean = torch.empty(plan.length, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Rounds in simulated swarms: what must hold whoever dies, stalls or is cut off, and when.
 
 Latency is 50 ms, so a round of four peers is spread over about a second of simulated time: the training ends around
-1.0 s, then Ready, the plan, its acceptance and the six hops of the ring follow. Killing at times 25 ms apart hits every
+1.0 s, then Ready, the plan, its acceptance and the six hops of the ring follow. Killing at times 50 ms apart hits every
 phase of it.
 """
 
@@ -34,7 +34,7 @@ async def test_all_take_part_and_agree(autojump_clock, swarm_of, count):
         swarm.check()
 
 
-@pytest.mark.parametrize("phase", range(24))
+@pytest.mark.parametrize("phase", range(0, 24, 2))
 @pytest.mark.parametrize("victim", RUN_ORDER)
 async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):
     async with swarm_of(4) as swarm:
@@ -50,7 +50,7 @@ async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):
         swarm.check()
 
 
-@pytest.mark.parametrize("phase", range(0, 24, 2))
+@pytest.mark.parametrize("phase", range(0, 24, 3))
 @pytest.mark.parametrize("victims", [(0, 1), (0, 3), (1, 2), (0, 1, 2)])
 async def test_several_are_killed(autojump_clock, swarm_of, victims, phase):
     async with swarm_of(5) as swarm:
@@ -67,7 +67,7 @@ async def test_several_are_killed(autojump_clock, swarm_of, victims, phase):
         swarm.check()
 
 
-@pytest.mark.parametrize("phase", range(0, 24, 2))
+@pytest.mark.parametrize("phase", range(0, 24, 4))
 @pytest.mark.parametrize("victim", RUN_ORDER)
 async def test_one_is_frozen_and_thaws(autojump_clock, swarm_of, victim, phase):
     async with swarm_of(4) as swarm:
@@ -146,7 +146,7 @@ async def test_two_cannot_reach_each_other(autojump_clock, swarm_of, count, pair
         swarm.check()
 
 
-@pytest.mark.parametrize("phase", range(0, 24, 2))
+@pytest.mark.parametrize("phase", range(0, 24, 3))
 @pytest.mark.parametrize("cut", [1, 2])
 async def test_partition(autojump_clock, swarm_of, cut, phase):
     """Both sides go on, and come together again."""
