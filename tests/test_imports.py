@@ -31,6 +31,7 @@ SHELLS = {
     "protocol/tcp.py",
     "protocol/transfer.py",
     "protocol/upnp.py",
+    "dht/neighbours.py",
     "dht/node.py",
     "dht/service.py",
 }
