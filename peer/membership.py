@@ -69,7 +69,7 @@ RECORD_TTL = 120.0
 class TipClaim:
     """A member's tip on the wire."""
 
-    revision: Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+    revision: Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
     weight: Annotated[float, msgspec.Meta(ge=0)]
     digest: Bytes32
 
@@ -86,7 +86,7 @@ class KnownMember:
 class Status:
     """What a member says about itself."""
 
-    count: Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+    count: Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
     """Grows with every change: what is on its way at the same time may arrive in any order."""
     tip: TipClaim | None
     """The state that it holds, if any."""
