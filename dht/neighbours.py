@@ -18,7 +18,7 @@ from dht.messages import Ping, Pong
 from dht.settings import DhtSettings
 from dht.table import RoutingTable
 from protocol.endpoint import Endpoint, PeerConnected
-from protocol.errors import HandshakeError, PeerUnreachable, ProtocolError, RequestRefused, ShoalError
+from protocol.errors import HandshakeError, PeerUnreachable, ProtocolError, ShoalError
 from protocol.identity import PeerId
 from protocol.transport import Address
 
@@ -63,13 +63,11 @@ class Neighbours:
         try:
             self._endpoint.learn(peer, *contact.addresses)
             answer = await self._endpoint.request(peer, request, reply, timeout=timeout)
-        except RequestRefused:
-            return None  # it is there, but busy
         except ProtocolError as error:
             self.expel(peer, error)
             return None
         except ShoalError:
-            pass  # unreachable, gone, silent: all the same to us
+            pass  # unreachable, gone, silent, unwilling: all the same to us
         if answer is None:
             self.table.failed(peer, trio.current_time())
         else:

@@ -27,7 +27,6 @@ from dht.ids import ID_BYTES, Contact, distance, random_id
 from dht.lookup import Lookup
 from dht.messages import Copy, Fetched, Find, Found, Store, Stored
 from dht.neighbours import Neighbours
-from dht.quota import Quota
 from dht.reading import Reading
 from dht.records import MAX_TTL, MAX_VALUE, Record
 from dht.service import Service
@@ -36,6 +35,7 @@ from dht.store import ACCEPTED, RecordStore, Verdict
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
+from protocol.rate import Quota
 from protocol.transport import Address
 
 __all__ = ["DHT", "Contact", "DhtSettings", "Record"]
@@ -91,7 +91,7 @@ class DHT:
         self._signed: dict[bytes, Record] = {}  # the last record that we signed, by key
         self._publications: dict[bytes, _Publication] = {}
         self._published = trio.Event()  # there is something new to place
-        quota = Quota(rate=settings.rate, burst=settings.burst)
+        quota: Quota[PeerId] = Quota(rate=settings.rate, burst=settings.burst)
         Service(self._table, self._store, quota, self._neighbours.notice).register(endpoint)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -24,13 +24,13 @@ from dht.messages import (
     Store,
     Stored,
 )
-from dht.quota import Quota
 from dht.records import Record
 from dht.store import Held, RecordStore, Verdict
 from dht.table import RoutingTable
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import ProtocolError, RequestRefused
 from protocol.identity import PeerId
+from protocol.rate import Quota
 
 
 @attrs.define
@@ -46,7 +46,7 @@ class Service:
 
     table: RoutingTable
     store: RecordStore
-    quota: Quota
+    quota: Quota[PeerId]
     notice: Callable[[PeerId], None]
 
     def register(self, endpoint: Endpoint) -> None:

@@ -23,7 +23,16 @@ import typer
 
 from peer.options import HomeOptions, NodeOptions, SettingsOptions, spread
 from peer.text import printable
-from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, SettingsError, ShoalError
+from protocol.errors import (
+    AddressError,
+    DataError,
+    HandshakeError,
+    IdentityError,
+    PeerUnreachable,
+    RequestRefused,
+    SettingsError,
+    ShoalError,
+)
 
 if TYPE_CHECKING:
     from peer.home import Home
@@ -57,6 +66,8 @@ def main() -> None:
 
 def exit_code(error: ShoalError) -> int:
     """The exit code for an error that ended a command."""
+    from peer.events import EventsError
+    from peer.home import HomeError
     from peer.manifest import ManifestError
     from peer.ticket import TicketError, TicketExpired
 
@@ -65,7 +76,9 @@ def exit_code(error: ShoalError) -> int:
             return REFUSED
         case PeerUnreachable():
             return UNREACHABLE
-        case UsageError() | TicketError() | ManifestError() | DataError() | SettingsError():
+        case UsageError() | TicketError() | ManifestError() | EventsError() | HomeError():
+            return USAGE
+        case DataError() | SettingsError() | AddressError() | IdentityError():
             return USAGE
     return FAILED
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peer.status import Status
 
 _REFRESH: Final = 4.0  # times a second
+FAILED: Final = "failed"
 _SHORT: Final = 8  # characters of a peer id
 
 
@@ -85,7 +86,7 @@ def describe(event: Event) -> str | None:
             return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
         case "banned":
             return f"peer {peer} is banned: {reason}"
-        case "stopped":
+        case "stopped" if reason != FAILED:  # else the error follows
             return f"stopped: {reason}"
     return None
 

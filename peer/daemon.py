@@ -52,7 +52,7 @@ UNSPECIFIED = ("0.0.0.0", "::")
 Contact = tuple[PeerId | None, Address]
 
 
-class WrongHome(ShoalError):
+class WrongHome(HomeError):
     """The home belongs to another run."""
 
 
@@ -141,6 +141,7 @@ class _Daemon:
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
+        corpus = await self._compute(Corpus.open, config.data)
         await nursery.start(self.endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
@@ -155,7 +156,6 @@ class _Daemon:
                 hint=f"this peer is {self.endpoint.peer_id}; only the founder of a run can list it",
             )
         self._keep_manifest(manifest)
-        corpus = await self._compute(Corpus.open, config.data)
         trainer = await self._compute(self._make_trainer, settings, corpus)
         local = await self._compute(self._own_checkpoint, manifest)
 

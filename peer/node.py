@@ -57,7 +57,10 @@ class Compute(Protocol):
 
 async def in_worker_thread(function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
     """The way of real nodes: PyTorch lets go of the interpreter's lock in its kernels."""
-    return await trio.to_thread.run_sync(function, *arguments)
+    result = await trio.to_thread.run_sync(function, *arguments)
+    # The thread was waited for, and meanwhile all that the node stands on may have ended.
+    await trio.lowlevel.checkpoint_if_cancelled()
+    return result
 
 
 @attrs.frozen(kw_only=True)
@@ -113,6 +116,8 @@ class Node:
             newer = await self._fetch_better(state)
             if newer is not None:
                 return newer
+            if self.membership.refusal is not None and not self.membership.others:
+                raise self.membership.refusal
             if state is not None:
                 return state
             if founding:

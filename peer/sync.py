@@ -27,7 +27,7 @@ from protocol.stream import Stream
 from protocol.wire import message
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
 
 KEPT_STATES = 2
 """Committed states that a donor keeps, so that a fetch survives the donor's next commit."""

@@ -11,7 +11,7 @@ from protocol.transport import Address
 
 MAX_PEERS = 4096
 MAX_ADDRESSES = 8
-"""Addresses that are kept of one peer."""
+"""Addresses that are kept of one peer: half of them such as were proven, half of them from hearsay."""
 
 STRIKES = 3
 """Protocol errors within `FORGIVEN_AFTER` seconds after which a peer is banned."""
@@ -20,28 +20,48 @@ FORGIVEN_AFTER = 300.0
 BAN_SECONDS = 60.0
 
 
+@attrs.frozen
+class _Entry:
+    proven: tuple[Address, ...] = ()
+    heard: tuple[Address, ...] = ()
+
+
 class AddressBook:
-    """Where peers were last said to be reachable. Forgets the peers that were not touched for longest."""
+    """Where peers can be reached. Forgets the peers that were not touched for longest.
+
+    What others say never displaces an address where the peer itself was met: else anybody could hide a peer by naming
+    wrong addresses for it.
+    """
 
     def __init__(self) -> None:
-        self._addresses: OrderedDict[PeerId, tuple[Address, ...]] = OrderedDict()
+        self._entries: OrderedDict[PeerId, _Entry] = OrderedDict()
 
-    def learn(self, peer: PeerId, addresses: tuple[Address, ...]) -> None:
-        """Puts addresses before those that are known already."""
-        known = self._addresses.pop(peer, ())
-        merged = dict.fromkeys((*addresses, *known))
-        self._addresses[peer] = tuple(merged)[:MAX_ADDRESSES]
-        while len(self._addresses) > MAX_PEERS:
-            self._addresses.popitem(last=False)
+    def learn(self, peer: PeerId, addresses: tuple[Address, ...], *, proven: bool = False) -> None:
+        """Puts addresses before those of the same kind that are known already; `proven` ones before all others."""
+        known = self._entries.pop(peer, _Entry())
+        if proven:
+            known = attrs.evolve(known, proven=_merged(addresses, known.proven))
+        else:
+            known = attrs.evolve(known, heard=_merged(addresses, known.heard))
+        self._entries[peer] = known
+        while len(self._entries) > MAX_PEERS:
+            self._entries.popitem(last=False)
 
     def forget(self, peer: PeerId, address: Address) -> None:
         """An address has turned out to be somebody else's."""
-        if peer in self._addresses:
-            self._addresses[peer] = tuple(known for known in self._addresses[peer] if known != address)
+        known = self._entries.get(peer)
+        if known is not None:
+            without = (tuple(other for other in kind if other != address) for kind in (known.proven, known.heard))
+            self._entries[peer] = _Entry(*without)
 
     def addresses(self, peer: PeerId) -> tuple[Address, ...]:
         """The addresses of a peer, the one to try first in front."""
-        return self._addresses.get(peer, ())
+        known = self._entries.get(peer, _Entry())
+        return tuple(dict.fromkeys((*known.proven, *known.heard)))
+
+
+def _merged(new: tuple[Address, ...], known: tuple[Address, ...]) -> tuple[Address, ...]:
+    return tuple(dict.fromkeys((*new, *known)))[: MAX_ADDRESSES // 2]
 
 
 @attrs.define

@@ -9,7 +9,6 @@ a record that was begun has to be completed.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable
 
 import attrs
@@ -23,7 +22,19 @@ from protocol.errors import (
     ShoalError,
 )
 from protocol.frames import MAX_RECORD
-from protocol.mux import Event, Goodbye, Mux, MuxLimits, MuxStream, Opened, Pong, Readable, Reset, Retired, Stopped
+from protocol.mux import (
+    Event,
+    Goodbye,
+    Mux,
+    MuxLimits,
+    MuxStream,
+    Opened,
+    Pong,
+    Readable,
+    Reset,
+    Retired,
+    Stopped,
+)
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 
@@ -34,6 +45,7 @@ _LARGEST_WRITE = 16 * MAX_RECORD
 _WRITE_SECONDS = (0.01, 0.05)
 _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so long is of no use
 _FAREWELL = 1.0  # seconds for saying goodbye
+_WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -97,7 +109,7 @@ class Connection:
         self._ended = ended
         self._upload = upload
         self._download = download
-        self._withheld: deque[tuple[MuxStream, int]] = deque()
+        self._withheld: dict[MuxStream, int] = {}
         self._granting = trio.lowlevel.ParkingLot()
         self.mux = Mux(
             initiator=initiator,
@@ -150,6 +162,7 @@ class Connection:
 
         Raises:
             PeerGone: If the connection is over.
+            ProtocolError: If the peer does not end its side of streams that we have ended. The connection ends.
         """
         ours = 1 if self.initiator else 0
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -157,6 +170,10 @@ class Connection:
         while sum(1 for number in self._streams if number % 2 == ours) >= max(1, self._limits.max_streams // 2):
             await self._slots.park()
             self.check()
+        if self.mux.opened > 2 * self._limits.max_streams:
+            error = ProtocolError(f"{self.peer.short} does not end its side of streams")
+            self.fail(error)
+            raise error
         stream = Stream(self, self.mux.open(bulk=bulk))
         self._streams[stream.raw.id] = stream
         return stream
@@ -185,7 +202,7 @@ class Connection:
     def grant(self, raw: MuxStream, count: int) -> None:
         """Lets the peer send as many bytes again, not before the download cap allows it."""
         if raw.bulk and self._download is not None:
-            self._withheld.append((raw, count))
+            self._withheld[raw] = self._withheld.get(raw, 0) + count
             self._granting.unpark_all()
         else:
             self.mux.grant(raw, count)
@@ -217,15 +234,21 @@ class Connection:
         self._ended(self)
 
     async def _read(self) -> None:
+        patience = TokenBucket(_WORK_PER_SECOND)
         try:
             while self.failure is None:
                 record = await self.channel.receive()
-                self._heard_at = trio.current_time()
+                self._heard_at = now = trio.current_time()
+                work = self.mux.work
                 for event in self.mux.receive(record):
                     self._dispatch(event)
                 self._end_if_done()
                 if self.mux.urgent or self.mux.bulk_waiting:
                     self.kick()
+                # Whoever floods us waits, so that others get their turn.
+                patience.spend(self.mux.work - work, now)
+                if delay := patience.delay(now):
+                    await trio.sleep(delay)
         except PeerGone as error:
             self._end(error)
         except ProtocolError as error:
@@ -337,7 +360,8 @@ class Connection:
             while not self._withheld:
                 await self._granting.park()
             await trio.sleep(download.delay(trio.current_time()))
-            raw, count = self._withheld.popleft()
+            raw = next(iter(self._withheld))
+            count = self._withheld.pop(raw)
             download.spend(count, trio.current_time())
             self.mux.grant(raw, count)
             self.kick()

@@ -21,6 +21,7 @@ from protocol.book import AddressBook, Strikes
 from protocol.channel import SecureChannel, handshake
 from protocol.connection import Connection, Limits
 from protocol.dialer import first_to_answer
+from protocol.door import Door, Greeting
 from protocol.errors import (
     AddressError,
     HandshakeError,
@@ -32,6 +33,7 @@ from protocol.errors import (
     RequestTimeout,
     ShoalError,
     WrongPeer,
+    first_error,
 )
 from protocol.identity import Identity, PeerId
 from protocol.rate import TokenBucket
@@ -47,6 +49,7 @@ Handler: TypeAlias = Callable[[Any, Stream], Awaitable[Message | None]]
 
 _REQUEST_TIMEOUT = 10.0  # seconds from the opening of a stream to the end of the request on it
 _SETTLED = 10.0  # seconds after which a connection is not one of two simultaneous dials any more
+_MAX_PER_PEER = 4  # connections, of which all but one are retired
 _MAX_EVENTS = 4096  # a watcher that is further behind than this is not reading
 
 
@@ -56,7 +59,7 @@ class Hello:
 
     instance: Annotated[bytes, Meta(min_length=8, max_length=8)]
     """Random, new whenever the peer starts: tells a peer that came back from one that never left."""
-    dial: Annotated[int, Meta(ge=0, lt=2**63)]
+    dial: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Counts the connections that this side dialled."""
     port: Annotated[int, Meta(ge=0, le=65535)]
     """Where it listens, at the address it is seen with; 0 if it does not."""
@@ -106,6 +109,7 @@ class _Dial:
         self.scope = trio.CancelScope()
         self.peer: PeerId | None = None
         self.error: ShoalError | None = None
+        self.answered = False  # a handshake is complete
 
 
 class Endpoint:
@@ -143,9 +147,9 @@ class Endpoint:
         self._handlers: dict[str, Handler] = {}
         self._types: dict[str, type] = {}
         self._links: dict[PeerId, _Link] = {}  # the connection to use with each peer
-        self._connections: set[Connection] = set()  # all of them, with retired ones
+        self._connections: dict[Connection, None] = {}  # all of them, with retired ones, the oldest first
         self._dials: dict[PeerId | Address, _Dial] = {}
-        self._greetings: dict[trio.CancelScope, None] = {}  # handshakes of those who dial us, the oldest first
+        self._door = Door(self._limits)
         self._book = AddressBook()
         self._strikes = Strikes()
         self._watchers: set[trio.MemorySendChannel[PeerConnected | PeerLost]] = set()
@@ -212,7 +216,7 @@ class Endpoint:
         return peer in self._links
 
     def learn(self, peer: PeerId, *addresses: Address) -> None:
-        """Remembers where a peer can be reached."""
+        """Remembers where a peer is said to be reachable. Where it was reached before goes first."""
         if peer != self.peer_id and addresses:
             self._book.learn(peer, addresses)
 
@@ -273,9 +277,11 @@ class Endpoint:
             await trio.lowlevel.checkpoint()
             return target
         dial = self._dials.get(target)
+        if self._nursery is None:  # as while everything is being shut down
+            raise PeerUnreachable(f"cannot connect to {_name(target)}: this endpoint is not running")
         if dial is None:
             dial = self._dials[target] = _Dial()
-            self._running().start_soon(self._dial, target, dial)
+            self._nursery.start_soon(self._dial, target, dial)
         await dial.done.wait()
         if dial.error is not None:
             raise type(dial.error)(str(dial.error), hint=dial.error.hint)
@@ -319,7 +325,7 @@ class Endpoint:
         Args:
             peer: Whom to talk to.
             request: The first message, which chooses the handler on the other side.
-            bulk: Large data will flow: it has a large window and waits for everything that is not bulk.
+            bulk: The stream waits for everything that is not bulk. It does so anyway once raw bytes flow.
 
         Raises:
             As `request`, but for the timeout.
@@ -358,7 +364,7 @@ class Endpoint:
     async def _dial(self, target: PeerId | Address, dial: _Dial) -> None:
         try:
             with dial.scope:
-                dial.peer = await self._dial_anew(target)
+                dial.peer = await self._dial_anew(target, dial)
         except ShoalError as error:
             dial.error = error
         finally:
@@ -366,7 +372,7 @@ class Endpoint:
                 del self._dials[target]
             dial.done.set()
 
-    async def _dial_anew(self, target: PeerId | Address) -> PeerId:
+    async def _dial_anew(self, target: PeerId | Address, dial: _Dial) -> PeerId:
         expected = target if isinstance(target, PeerId) else None
         if expected is not None and self._strikes.is_banned(expected, trio.current_time()):
             raise PeerUnreachable(f"{expected.short} is banned for repeated protocol errors")
@@ -374,27 +380,31 @@ class Endpoint:
         if not addresses:
             raise PeerUnreachable(f"no address of {_name(target)} is known")
         self._dialled += 1
-        dial = self._dialled
+        number = self._dialled
 
         async def attempt(address: Address) -> SecureChannel:
             try:
                 stream = await self._transport.dial(address)
-                features = self._hello(dial)
-                return await handshake(
+                features = self._hello(number)
+                channel = await handshake(
                     stream, self._identity, initiator=True, psk=self._psk, expected=expected, features=features
                 )
             except WrongPeer:
                 if expected is not None:
                     self._book.forget(expected, address)
                 raise
+            dial.answered = True
+            return channel
 
         channel, address = await first_to_answer(addresses, attempt)
         if channel.peer_id == self.peer_id:
             await channel.aclose()
             raise PeerUnreachable(f"{address} is this very peer")
         theirs = await self._theirs(channel)
-        self.learn(channel.peer_id, address)
-        self._register(channel, theirs, initiator=True, dial=dial)
+        self._book.learn(channel.peer_id, (address,), proven=True)
+        refusal = self._register(channel, theirs, initiator=True, dial=number)
+        if refusal is not None:
+            raise PeerUnreachable(f"no connection to {channel.peer_id.short}: {refusal}")
         return channel.peer_id
 
     async def _accept(self, listener: Listener) -> None:
@@ -403,27 +413,26 @@ class Endpoint:
                 stream = await listener.accept()
             except AddressError:  # it was closed: we are about to be cancelled
                 return
-            if len(self._greetings) >= self._limits.max_pending_handshakes:
-                oldest = next(iter(self._greetings))  # an honest one would be done: whoever stalls must not lock us up
-                del self._greetings[oldest]
-                oldest.cancel()
             scope = trio.CancelScope()
-            self._greetings[scope] = None
-            self._running().start_soon(self._greet, stream, scope)
+            greeting = self._door.enter(stream.remote.host, trio.current_time(), scope.cancel)
+            if greeting is None:
+                await stream.aclose()
+            else:
+                self._running().start_soon(self._greet, stream, greeting, scope)
 
-    async def _greet(self, stream: ByteStream, scope: trio.CancelScope) -> None:
+    async def _greet(self, stream: ByteStream, greeting: Greeting, scope: trio.CancelScope) -> None:
         try:
             with scope:
                 features = self._hello(0)
                 channel = await handshake(stream, self._identity, initiator=False, psk=self._psk, features=features)
                 theirs = await self._theirs(channel)
                 if theirs.port and channel.peer_id != self.peer_id:
-                    self.learn(channel.peer_id, Address(channel.remote.host, theirs.port))
+                    self._book.learn(channel.peer_id, (Address(channel.remote.host, theirs.port),), proven=True)
                 self._register(channel, theirs, initiator=False, dial=theirs.dial)
         except HandshakeError:
             pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
         finally:
-            self._greetings.pop(scope, None)
+            self._door.leave(greeting)
 
     def _hello(self, dial: int) -> bytes:
         port = 0 if self.address is None else self.address.port
@@ -438,7 +447,8 @@ class Endpoint:
 
     # One connection for each peer.
 
-    def _register(self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int) -> None:
+    def _register(self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int) -> str | None:
+        """Begins a connection. Returns why it cannot stay, or None."""
         connection = Connection(
             channel,
             initiator=initiator,
@@ -448,13 +458,13 @@ class Endpoint:
             upload=self._upload,
             download=self._download,
         )
-        self._connections.add(connection)
+        self._connections[connection] = None
         self._running().start_soon(self._run_connection, connection)
         peer = channel.peer_id
-        refusal = self._refusal(peer)
+        refusal = self._refusal(connection)
         if refusal is not None:
             connection.close(refusal)
-            return
+            return refusal
         new = _Link(connection, theirs, dial, trio.current_time())
         old = self._links.get(peer)
         if old is not None and old.theirs.instance != theirs.instance:
@@ -469,16 +479,25 @@ class Endpoint:
         else:
             connection.retire()
         self._answer_dials(peer)
-
-    def _refusal(self, peer: PeerId) -> str | None:
-        """Why a peer that just connected cannot stay."""
-        if peer == self.peer_id:
-            return "you are this very peer"
-        if self._strikes.is_banned(peer, trio.current_time()):
-            return "banned for repeated protocol errors"
-        if len(self._connections) > self._limits.max_connections and peer not in self._links:
-            return "too many connections"
+        self._close_superfluous(peer)
         return None
+
+    def _refusal(self, new: Connection) -> str | None:
+        """Why a new connection cannot stay."""
+        if new.peer == self.peer_id:
+            return "you are this very peer"
+        if self._strikes.is_banned(new.peer, trio.current_time()):
+            return "banned for repeated protocol errors"
+        if new.peer in self._links:
+            return None  # it takes the place of another, see `_close_superfluous`
+        return self._door.refusal(new, self._connections)
+
+    def _close_superfluous(self, peer: PeerId) -> None:
+        """Ends the oldest connections to a peer that has too many. One is in use, others fade away."""
+        theirs = [other for other in self._connections if other.peer == peer and other.failure is None]
+        retired = [other for other in theirs if other is not self._links[peer].connection]
+        for connection in retired[: max(0, len(theirs) - _MAX_PER_PEER)]:
+            connection.close("too many connections of the same peer")
 
     def _wins(self, new: _Link, old: _Link) -> bool:
         """Which of two connections to use. Both sides come to the same answer.
@@ -498,13 +517,14 @@ class Endpoint:
         if dial is not None:
             dial.peer = peer
             dial.done.set()
-            dial.scope.cancel()
+            if not dial.answered:  # else the other side has that connection by now, and may choose it
+                dial.scope.cancel()
 
     async def _run_connection(self, connection: Connection) -> None:
         try:
             await connection.run()
         finally:
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
             self._past_sent += connection.channel.bytes_sent
             self._past_received += connection.channel.bytes_received
 
@@ -536,18 +556,21 @@ class Endpoint:
                 await stream.send_encoded(wire.encode(answer), last=True)
             else:
                 await stream.finish()
-        except RequestRefused as refusal:
-            stream.reset(refusal.code, str(refusal))
-        except ProtocolError as error:
-            if not error.blamed:
-                connection.fail(error)
-            else:  # it was somebody else's, whom the handler asked
-                stream.reset("failed", str(error))
-        except ShoalError as error:
-            stream.reset("failed", str(error))
-        except Exception:  # a bug in one handler must not end everybody's connections
+        # A handler with tasks of its own may raise groups, with our cancellation in them; that goes on its way.
+        except* ShoalError as group:
+            self._answer_with_errors(connection, stream, group)
+        except* Exception:  # a bug in one handler must not end everybody's connections
             _logger.exception("a handler failed on a request of %s", connection.peer.short)
             stream.reset("failed", "internal error")
+
+    def _answer_with_errors(
+        self, connection: Connection, stream: Stream, group: BaseExceptionGroup[ShoalError]
+    ) -> None:
+        error = first_error(group)
+        if isinstance(error, ProtocolError) and not error.blamed:
+            connection.fail(error)
+        else:  # also if it was the fault of somebody else, whom the handler asked
+            stream.reset(error.code if isinstance(error, RequestRefused) else "failed", str(error))
 
     def _decode_request(self, data: bytearray) -> tuple[Handler, Any]:
         try:

@@ -25,6 +25,15 @@ class ShoalError(Exception):
         self.hint = hint
 
 
+def first_error(group: BaseExceptionGroup[ShoalError]) -> ShoalError:
+    """One of several errors that tasks raised, to stand for all."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ShoalError)
+    return error
+
+
 class SettingsError(ShoalError):
     """A setting, or a combination of settings, that cannot work."""
 

@@ -6,8 +6,9 @@ Rules that everything here rests on:
    an earlier record announced. Nothing comes between an announcement and its body, so large data is never copied
    together with a header.
 2. Data needs credit. Each direction of a stream starts with `INITIAL_WINDOW` bytes; the receiver grants more when its
-   reader has taken bytes out, in steps of half a window. Bulk streams get a larger window out of a budget that bounds
-   all of the connection's buffers together. Nothing else needs credit, and everything else is bounded in number.
+   reader has taken bytes out, in steps of half a window. Bulk streams get a larger window, once somebody reads raw
+   bytes from them, out of a budget that bounds all of the connection's buffers together. Nothing else needs credit,
+   and everything else is bounded in number.
 3. What is sent next: urgent frames in order (opening, credit, resets, pings), then control streams, then bulk streams,
    each kind in turns. Data of one stream stays in order and its end follows it.
 4. Frames for a stream that is gone are ignored: they crossed our own reset. Frames for one that never was are an error.
@@ -85,7 +86,7 @@ class MuxStream:
         "stopped",
     )
 
-    def __init__(self, stream_id: int, *, bulk: bool, extra: int) -> None:
+    def __init__(self, stream_id: int, *, bulk: bool) -> None:
         self.id = stream_id
         self.bulk = bulk
         self.pending = 0  # bytes written that no record has taken yet
@@ -99,8 +100,8 @@ class MuxStream:
         self._scheduled = False
         self._chunks: deque[Buffer] = deque()
         self._allowance = INITIAL_WINDOW  # what they may still send
-        self._extra = extra
-        self._owed = extra  # what we may grant them
+        self._extra = 0  # by how much our window is larger than the initial one
+        self._owed = 0  # what we may grant them
         self._peer_fin = False
         self._discard = False
 
@@ -115,7 +116,13 @@ class MuxStream:
         return self._fin
 
     @property
+    def starved(self) -> bool:
+        """There is data to send, and the other side lets us send none."""
+        return bool(self._out) and self._credit <= 0
+
+    @property
     def window(self) -> int:
+        """Bytes that the other side may send before somebody reads."""
         return INITIAL_WINDOW + self._extra
 
     @property
@@ -212,6 +219,7 @@ class Mux:
         self._body: tuple[MuxStream | None, bool] = (None, False)  # whose body comes next, and does it end the data
         self._body_left = 0
         self._farewell: bytes | None = None
+        self.work = 0  # frames and small records received: what they cost hardly depends on their length
         self.closed = False  # our goodbye is among the records taken
         self.retired = False  # we open no more streams
         self.peer_retired = False
@@ -220,6 +228,11 @@ class Mux:
     def idle(self) -> bool:
         """No stream is open."""
         return not self._streams
+
+    @property
+    def opened(self) -> int:
+        """Streams opened by this side of which not both directions have ended."""
+        return self._count(self._next_id)
 
     @property
     def urgent(self) -> bool:
@@ -243,11 +256,9 @@ class Mux:
         """
         if self._next_id > _LAST_ID or self.retired:
             raise Overloaded("no more streams can be opened on this connection")
-        stream = self._add(self._next_id, bulk=bulk)
+        stream = self._streams[self._next_id] = MuxStream(self._next_id, bulk=bulk)
         self._next_id += 2
         self._send_urgent(Kind.OPEN, BULK if bulk else 0, stream.id)
-        if stream._extra:
-            self._credits[stream.id] = stream
         return stream
 
     def write(self, stream: MuxStream, data: Buffer) -> None:
@@ -319,6 +330,27 @@ class Mux:
         stream.available -= filled
         return filled
 
+    def demote(self, stream: MuxStream) -> None:
+        """Makes a stream a bulk stream: raw bytes come, and whoever opened it must not have them go first."""
+        if not stream.bulk:
+            stream.bulk = True
+            if stream._scheduled:
+                self._control.remove(stream)
+                self._bulk.append(stream)
+
+    def widen(self, stream: MuxStream) -> None:
+        """Gives a stream whose raw bytes somebody reads a larger window, as far as the budget goes.
+
+        Not before: whoever opens streams would have it, and fill it, whether or not anybody wants their data.
+        """
+        self.demote(stream)
+        if not stream._extra and not stream._peer_fin and stream.id in self._streams:
+            stream._extra = max(0, min(self._limits.window - INITIAL_WINDOW, self._extra_left))
+            self._extra_left -= stream._extra
+            stream._owed += stream._extra
+            if stream._extra:
+                self._credits[stream.id] = stream
+
     def grant(self, stream: MuxStream, count: int) -> None:
         """Lets the other side send `count` more bytes: as many as were read, now or later."""
         stream._owed += count
@@ -359,6 +391,7 @@ class Mux:
         if not record:
             raise ProtocolError("empty record")
         if self._body_left:
+            self.work += len(record) < _INLINE
             self._receive_body(record, events)
             return events
         view = memoryview(record)
@@ -368,6 +401,7 @@ class Mux:
                 raise ProtocolError("frames where a body was announced")
             kind, flags, stream_id, payload = unpack(view, position)
             position += HEADER.size + len(payload)
+            self.work += 1
             self._receive_frame(kind, flags, stream_id, payload, events)
         return events
 
@@ -422,14 +456,13 @@ class Mux:
     def _receive_open(self, stream_id: int, flags: int, events: list[Event]) -> None:
         if stream_id % 2 == self._next_id % 2 or stream_id <= self._last_peer_id or self.peer_retired:
             raise ProtocolError(f"stream {stream_id} may not be opened")
+        if self._urgent_bytes > _MAX_URGENT:
+            raise ProtocolError("the peer makes requests but does not read the answers")
         self._last_peer_id = stream_id
-        theirs = sum(1 for other in self._streams if other % 2 == stream_id % 2)
-        if theirs >= self._limits.max_streams:
+        if self._count(stream_id) >= self._limits.max_streams:
             self._reset_id(stream_id, "busy", f"more than {self._limits.max_streams} streams")
             return
-        stream = self._add(stream_id, bulk=bool(flags & BULK))
-        if stream._extra:
-            self._credits[stream.id] = stream
+        stream = self._streams[stream_id] = MuxStream(stream_id, bulk=bool(flags & BULK))
         events.append(Opened(stream))
 
     def _receive_body(self, record: bytes, events: list[Event]) -> None:
@@ -462,12 +495,9 @@ class Mux:
 
     # Bookkeeping.
 
-    def _add(self, stream_id: int, *, bulk: bool) -> MuxStream:
-        extra = max(0, min(self._limits.window - INITIAL_WINDOW, self._extra_left)) if bulk else 0
-        self._extra_left -= extra
-        stream = MuxStream(stream_id, bulk=bulk, extra=extra)
-        self._streams[stream_id] = stream
-        return stream
+    def _count(self, stream_id: int) -> int:
+        """The streams that are open and were opened by the side that opened this one."""
+        return sum(1 for other in self._streams if other % 2 == stream_id % 2)
 
     def _remove(self, stream: MuxStream) -> None:
         del self._streams[stream.id]
@@ -492,8 +522,6 @@ class Mux:
 
     def _reset_id(self, stream_id: int, code: str, text: str) -> None:
         self._send_urgent(Kind.RESET, 0, stream_id, pack_reset(code, text))
-        if self._urgent_bytes > _MAX_URGENT:
-            raise ProtocolError("the peer makes requests but does not read the answers")
 
     def _take_urgent(self, records: Packer) -> None:
         while self._urgent:

@@ -1,7 +1,14 @@
-"""Caps on bytes per second, without IO."""
+"""Caps on bytes and requests per second, without IO. Time is the caller's, in seconds."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+import attrs
+
+_K = TypeVar("_K", bound=Hashable)
 _SMALLEST_BURST = 1 << 14
 _BURST_SECONDS = 0.1
 
@@ -39,3 +46,38 @@ class TokenBucket:
         """Seconds until a useful number of bytes may be spent; 0 if that is now."""
         missing = _SMALLEST_BURST / 2 - self.level(now)
         return max(0.0, missing / self._rate)
+
+
+@attrs.define
+class _Allowance:
+    tokens: float
+    filled: float
+
+
+class Quota(Generic[_K]):
+    """Counts requests by whoever makes them, so that nobody can have more of our time than their share.
+
+    Args:
+        rate: Requests a second that one may make in the long run.
+        burst: Requests that one may make at once after a pause.
+        remembered: How many are remembered; those that were idle for longest are forgotten first.
+    """
+
+    def __init__(self, *, rate: float, burst: int, remembered: int = 1024) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._remembered = remembered
+        self._allowances: OrderedDict[_K, _Allowance] = OrderedDict()
+
+    def allow(self, who: _K, now: float) -> bool:
+        """Whether they may make one more request now."""
+        allowance = self._allowances.setdefault(who, _Allowance(float(self._burst), now))
+        self._allowances.move_to_end(who)
+        if len(self._allowances) > self._remembered:
+            self._allowances.popitem(last=False)
+        allowance.tokens = min(float(self._burst), allowance.tokens + (now - allowance.filled) * self._rate)
+        allowance.filled = now
+        if allowance.tokens < 1:
+            return False
+        allowance.tokens -= 1
+        return True

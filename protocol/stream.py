@@ -13,12 +13,13 @@ import trio
 from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
-from protocol.mux import Mux, MuxStream, Reset
+from protocol.mux import INITIAL_WINDOW, Mux, MuxStream, Reset
 from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
 _T = TypeVar("_T")
 
 _SEND_BUFFER = 1 << 16  # bytes of messages that a stream queues before its sender has to wait
+_STALL = 60.0  # seconds in which a peer that we send data to has to take at least an initial window of it
 
 
 class Carrier(Protocol):
@@ -65,9 +66,8 @@ class Stream:
         self._closed = False
         self._busy: set[str] = set()
         # A message being received: kept here so that a cancelled receive loses nothing.
-        self._partial = bytearray(U32.size)
-        self._filled = 0
-        self._in_message = False
+        self._partial = bytearray()
+        self._size: int | None = None  # once its length has arrived
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,9 +88,8 @@ class Stream:
         """As `send`, for an encoded message; `last` finishes the stream with the same frame."""
         with self._exclusive("send"):
             self._check_sendable()
-            while self.raw.pending and self.raw.pending + len(data) > _SEND_BUFFER:
-                await self._writable.park()
-                self._check_sendable()
+            await self._until_pending(max(0, _SEND_BUFFER - len(data)))
+            self._check_sendable()
             self._mux.write(self.raw, U32.pack(len(data)) + data)
             if last:
                 self._mux.finish(self.raw)
@@ -111,12 +110,11 @@ class Stream:
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
+            self._mux.demote(self.raw)
             self._mux.write(self.raw, view.cast("B"))
             self._connection.kick()
             try:
-                while self.raw.pending:
-                    self._check_sendable()
-                    await self._writable.park()
+                await self._until_pending(0)
                 if self.raw.lost:
                     self._check_sendable()
             finally:
@@ -160,16 +158,19 @@ class Stream:
         """
         view = memoryview(buffer)
         with self._exclusive("receive"):
-            if self._in_message or self._filled:
+            if self._size is not None or self._partial:
                 raise RuntimeError("a message has been received in part: its receive has to be completed first")
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
             view = view.cast("B")
             filled = 0
+            self._mux.widen(self.raw)
+            self._connection.kick()
             try:
                 while filled < len(view):
-                    filled += await self._read(view[filled:], started=filled > 0)
+                    await self._until_readable(started=filled > 0)
+                    filled += self._take(view[filled:])
             finally:
                 if 0 < filled < len(view):
                     self.reset()
@@ -214,35 +215,54 @@ class Stream:
 
     async def _receive_message(self) -> bytearray:
         while True:
-            with memoryview(self._partial) as view:
-                while self._filled < len(view):
-                    started = self._in_message or self._filled > 0
-                    self._filled += await self._read(view[self._filled :], started=started)
-            complete, self._filled = self._partial, 0
-            if self._in_message:
-                self._partial, self._in_message = bytearray(U32.size), False
+            wanted = U32.size if self._size is None else self._size
+            while len(self._partial) < wanted:
+                await self._until_readable(started=self._size is not None or len(self._partial) > 0)
+                # It grows by what has arrived: announcing a long message costs the other side nothing.
+                piece = bytearray(min(wanted - len(self._partial), self.raw.available))
+                self._take(memoryview(piece))
+                self._partial += piece
+            complete, self._partial = self._partial, bytearray()
+            if self._size is not None:
+                self._size = None
                 return complete
             (size,) = U32.unpack(complete)
             if not 0 < size <= MAX_MESSAGE:
                 self._violation(f"a message of {size} bytes was announced")
-            self._partial, self._in_message = bytearray(size), True
+            self._size = size
 
-    async def _read(self, view: memoryview, *, started: bool) -> int:
-        """Waits for at least one byte and returns how many were moved to the view."""
+    def _take(self, view: memoryview) -> int:
+        """Moves what is there to the view, and lets the peer send as much again."""
+        count = self._mux.read_into(self.raw, view)
+        self._connection.grant(self.raw, count)
+        return count
+
+    async def _until_readable(self, *, started: bool) -> None:
+        """Waits for at least one byte of what has been `started`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             if self._reset is not None:
                 raise self._reset_error()
             if self.raw.available:
-                count = self._mux.read_into(self.raw, view)
-                self._connection.grant(self.raw, count)
-                return count
+                return
             if self.raw.at_end:
                 if started:
                     self._violation("the stream ended too early")
                 raise StreamEnded(f"{self.peer.short} finished the stream")
             self._connection.check()
             await self._readable.park()
+
+    async def _until_pending(self, most: int) -> None:
+        """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
+        while self.raw.pending > most:
+            before = self.raw.pending
+            with trio.move_on_after(_STALL) as patience:
+                while self.raw.pending > most:
+                    self._check_sendable()
+                    await self._writable.park()
+            if patience.cancelled_caught and self.raw.starved and before - self.raw.pending < INITIAL_WINDOW:
+                self.reset("", "too slow")
+                raise StreamReset(f"{self.peer.short} took hardly anything for {_STALL:g} s")
 
     def _check_sendable(self) -> None:
         if self._reset is not None:

@@ -378,3 +378,20 @@ async def test_who_asks_too_often_is_refused_for_a_while(autojump_clock, swarm):
     assert refused.value.code == "busy"
     await trio.sleep(5)
     await ping()
+
+
+async def test_who_refuses_everything_is_not_told_to_others(autojump_clock, swarm, eventually):
+    willing = True
+
+    async def ping(request, stream):
+        if not willing:
+            raise RequestRefused("no", code="no")
+        return Pong()
+
+    node = await swarm.add()
+    evil = await swarm.add(node, setup=lambda endpoint: endpoint.handle(Ping, ping))
+    await eventually(lambda: node.knows(evil), 30)
+    willing = False
+    await eventually(lambda: not node.knows(evil), 60)
+    willing = True
+    await eventually(lambda: node.knows(evil), 60)

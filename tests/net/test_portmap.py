@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import shutil
-import socket
 import subprocess
 import sys
 
@@ -20,28 +18,6 @@ PORT = 7070
 PATIENCE = 0.5  # seconds; an answer takes less than a millisecond
 LIMIT = 30.0  # seconds after which something hangs
 EXIT_LIMIT = 5.0  # seconds; one is promised for the mapping, and Python takes its time
-CHAINS = """
-add table inet miniupnpd
-add chain inet miniupnpd forward { type filter hook forward priority -25; }
-add chain inet miniupnpd prerouting_miniupnpd { type nat hook prerouting priority dstnat; }
-add chain inet miniupnpd postrouting_miniupnpd { type nat hook postrouting priority srcnat; }
-"""
-CONFIGURATION = """
-ext_ifname=wan
-listening_ip=lan
-http_port=5000
-enable_natpmp=yes
-enable_upnp=yes
-secure_mode=yes
-upnp_table_name=miniupnpd
-upnp_nat_table_name=miniupnpd
-upnp_forward_chain=forward
-upnp_nat_chain=prerouting_miniupnpd
-upnp_nat_postrouting_chain=postrouting_miniupnpd
-uuid=7f1c1c1e-6a3c-4d3b-9a55-0c0a5d3f1d11
-allow 1024-65535 192.168.1.0/24 1024-65535
-deny 0-65535 0.0.0.0/0 0-65535
-"""
 
 
 class MappingHome:
@@ -51,28 +27,7 @@ class MappingHome:
         self.home = internet.home("home", Nat.PORT_PRESERVING)
         self.stranger = internet.host("stranger")
         self.directory = directory
-        router = self.home.router
-        (directory / "chains").write_text(CHAINS)
-        router.run("nft", "-f", directory / "chains")
-        (directory / "miniupnpd.conf").write_text(CONFIGURATION)
-        command = ["miniupnpd", "-d", "-f", directory / "miniupnpd.conf", "-P", directory / "miniupnpd.pid"]
-        gateway = router.start(*command, log=directory / "log")
-        self.wait_until_it_answers(gateway)
-
-    def wait_until_it_answers(self, gateway):
-        """Asks for the external address, as NAT-PMP does, until there is an answer."""
-        with self.home.hosts[0].socket(socket.SOCK_DGRAM) as sock:
-            sock.settimeout(0.1)
-            sock.connect((self.home.gateway, 5351))
-            for _ in range(100):
-                try:
-                    sock.send(b"\0\0")
-                    assert sock.recv(100)[:4] == b"\x00\x80\x00\x00"
-                except (ConnectionRefusedError, TimeoutError):
-                    assert gateway.poll() is None, (self.directory / "log").read_text()
-                else:
-                    return
-        pytest.fail(f"miniupnpd does not answer: {(self.directory / 'log').read_text()}")
+        self.home.offer_port_mapping(directory)
 
     def start_mapper(self, *methods):
         """Starts the program that wants its port mapped."""
@@ -93,10 +48,7 @@ class MappingHome:
 
 
 @pytest.fixture
-def mapping_home(internet, tmp_path):
-    absent = [tool for tool in ("miniupnpd", "nft") if shutil.which(tool) is None]
-    if absent:
-        pytest.skip(f"not installed: {', '.join(absent)} (Debian: apt-get install miniupnpd-nftables nftables)")
+def mapping_home(port_mapping, internet, tmp_path):
     return MappingHome(internet, tmp_path)
 
 

@@ -1,9 +1,7 @@
 """The networks that the other tests here run on are what they are called."""
 
-import contextlib
 import os
 import socket
-import struct
 
 import pytest
 import trio
@@ -174,33 +172,6 @@ def test_cut_network_is_silent_until_it_heals(internet):
         assert not reaches(one, (other.address, PORT))
         one.network.heal()
         assert reaches(one, (other.address, PORT))
-
-
-def ask(host, address, request):
-    """The answer to a datagram, which is sent again until there is one."""
-    with host.socket(socket.SOCK_DGRAM) as asking:
-        asking.settimeout(PATIENCE)
-        for _ in range(20):
-            asking.sendto(request, address)
-            with contextlib.suppress(TimeoutError, ConnectionRefusedError):
-                return asking.recv(2000)
-    pytest.fail(f"{address} does not answer")
-
-
-def test_home_that_offers_port_mapping_does(port_mapping, internet, tmp_path):
-    home = internet.home("home", Nat.PORT_PRESERVING)
-    (host,) = home.hosts
-    stranger = internet.host("stranger")
-    home.offer_port_mapping(tmp_path)
-    # RFC 6886, 3.3: version, operation (map TCP), reserved, internal and external port, lifetime in seconds.
-    answer = ask(host, (home.gateway, 5351), struct.pack("!BBHHHI", 0, 2, 0, PORT, 7001, 300))
-    assert struct.unpack_from("!BBH", answer) == (0, 130, 0)
-    assert struct.unpack_from("!HH", answer, 8) == (PORT, 7001)
-    with listen(host):
-        assert reaches(stranger, (host.public, 7001))
-        assert not reaches(stranger, (host.public, PORT))
-    search = 'M-SEARCH * HTTP/1.1\r\nHOST: 239.255.255.250:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\nST: upnp:rootdevice\r\n\r\n'
-    assert f"http://{home.gateway}:5000/".encode() in ask(host, ("239.255.255.250", 1900), search.encode())
 
 
 def test_sweep_removes_what_a_dead_process_left_behind(namespaces):

@@ -197,19 +197,27 @@ class Home:
     """The router's address inside, IPv4 if it has one."""
 
     def offer_port_mapping(self, directory: Path) -> None:
-        """Has the router answer UPnP-IGD and NAT-PMP, as home routers do; see `missing_port_mapper`.
+        """Has the router answer UPnP-IGD, NAT-PMP and PCP from now on, as home routers do; see `missing_port_mapper`.
 
         Args:
             directory: For the daemon's files.
         """
         files = directory / f"{self.router.name}.miniupnpd"
         files.mkdir()
-        tables = files / "tables"
-        tables.write_text(_PORT_MAPPING_TABLES)
-        self.router.run("nft", "-f", tables)
-        configuration = files / "configuration"
-        configuration.write_text(_PORT_MAPPING_DAEMON)
-        self.router.start("miniupnpd", "-d", "-f", configuration, "-P", files / "pid", log=files / "log")
+        (files / "tables").write_text(_PORT_MAPPING_TABLES)
+        (files / "configuration").write_text(_PORT_MAPPING_DAEMON)
+        self.router.run("nft", "-f", files / "tables")
+        command = ("miniupnpd", "-d", "-f", files / "configuration", "-P", files / "pid")
+        daemon = self.router.start(*command, log=files / "log")
+        with self.hosts[0].socket(socket.SOCK_DGRAM) as asking:
+            asking.settimeout(0.1)
+            asking.connect((self.gateway, 5351))
+            while daemon.poll() is None:
+                with contextlib.suppress(ConnectionRefusedError, TimeoutError):
+                    asking.send(b"\0\0")  # NAT-PMP: which is the external address?
+                    asking.recv(100)
+                    return
+        raise RuntimeError(f"miniupnpd does not run here: {(files / 'log').read_text()}")
 
 
 class Internet:

@@ -18,12 +18,22 @@ def test_the_latest_addresses_come_first_and_few_are_kept():
     addresses = AddressBook()
     for number in range(20):
         addresses.learn(peer(1), (address(number),))
-    addresses.learn(peer(1), (address(15),))
-    assert addresses.addresses(peer(1)) == tuple(map(address, [15, 19, 18, 17, 16, 14, 13, 12]))
+    addresses.learn(peer(1), (address(17),))
+    assert addresses.addresses(peer(1)) == tuple(map(address, [17, 19, 18, 16]))
     addresses.forget(peer(1), address(19))
     assert address(19) not in addresses.addresses(peer(1))
     assert addresses.addresses(peer(2)) == ()
     addresses.forget(peer(2), address(1))
+
+
+def test_hearsay_does_not_displace_what_was_proven():
+    addresses = AddressBook()
+    addresses.learn(peer(1), (address(1),), proven=True)
+    for number in range(10, 30):
+        addresses.learn(peer(1), (address(number),))
+    assert addresses.addresses(peer(1)) == tuple(map(address, [1, 29, 28, 27, 26]))
+    addresses.learn(peer(1), (address(29),), proven=True)
+    assert addresses.addresses(peer(1)) == tuple(map(address, [29, 1, 28, 27, 26]))
 
 
 def test_the_book_is_bounded():

@@ -39,10 +39,12 @@ def read(side, stream, count=LARGE):
 
 
 def opened(a, b, *, bulk=False):
-    """A stream that both sides know."""
+    """A stream that both sides know, and whose bulk data the other side wants."""
     ours = a.open(bulk=bulk)
     (event,) = transfer(a, b)
     assert isinstance(event, Opened)
+    if bulk:
+        b.widen(event.stream)
     return ours, event.stream
 
 
@@ -121,6 +123,20 @@ def test_bulk_streams_share_a_budget_of_larger_windows():
     a.write(ours, bytes(1_000_000))
     transfer(a, b)
     assert theirs.available == LIMITS.window
+
+
+def test_bulk_that_nobody_reads_has_the_window_of_any_other_stream():
+    a, b = pair()
+    ours = a.open(bulk=True)
+    (event,) = transfer(a, b)
+    transfer(b, a)
+    a.write(ours, bytes(1_000_000))
+    transfer(a, b)
+    assert event.stream.available == INITIAL_WINDOW
+    b.widen(event.stream)
+    transfer(b, a)
+    transfer(a, b)
+    assert event.stream.available == LIMITS.window
 
 
 def test_control_goes_before_bulk_and_bulk_in_turns():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.rate import TokenBucket
+from protocol.rate import Quota, TokenBucket
 
 
 def test_a_rate_is_kept_over_time():
@@ -35,3 +35,23 @@ def test_low_rates_still_make_progress():
 def test_a_rate_of_nothing_is_refused():
     with pytest.raises(ValueError, match="above zero"):
         TokenBucket(0)
+
+
+def allowed(quota: Quota[str], who: str, now: float, tries: int = 100) -> int:
+    return sum(quota.allow(who, now) for _ in range(tries))
+
+
+def test_a_quota_is_a_burst_and_then_a_rate():
+    quota: Quota[str] = Quota(rate=2.0, burst=5)
+    assert allowed(quota, "alice", 10.0) == 5
+    assert allowed(quota, "bob", 10.0) == 5
+    assert allowed(quota, "alice", 11.5) == 3
+    assert allowed(quota, "alice", 1000.0) == 5
+
+
+def test_a_quota_remembers_so_many():
+    quota: Quota[str] = Quota(rate=1.0, burst=1, remembered=2)
+    for who in ("alice", "bob", "carol"):
+        assert quota.allow(who, 0.0)
+    assert len(quota._allowances) == 2
+    assert not quota.allow("carol", 0.0)

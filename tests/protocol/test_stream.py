@@ -8,11 +8,12 @@ import pytest
 import trio
 from msgspec import Meta
 
-from protocol.endpoint import Limits
+from protocol.connection import Limits
 from protocol.errors import (
     StreamEnded,
     StreamReset,
 )
+from protocol.mux import INITIAL_WINDOW
 from protocol.wire import message
 
 KEY = bytes(range(32))
@@ -135,12 +136,12 @@ async def test_a_stream_that_nobody_reads_blocks_no_other(start, autojump_clock)
     async with trio.open_nursery() as nursery:
         for _ in range(5):
             await nursery.start(push, a.endpoint)
-        await trio.sleep(60)
+        await trio.sleep(50)
         assert await a.endpoint.request(b.peer, Echo("through"), Echo) == Echo("through!")
         buffered = sum(
             stream.raw.available for connection in b.endpoint._connections for stream in connection._streams.values()
         )
-        assert 5 * 500_000 < buffered <= 5 * Limits().window
+        assert 5 * 50_000 < buffered <= 5 * INITIAL_WINDOW
         released.set()
 
 

@@ -1,0 +1,225 @@
+"""The bytes of every message, frame and record, so that no change of the wire format goes unnoticed.
+
+docs/protocol.md describes them. Whoever changes a line here changes the protocol, and raises its version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import attrs
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from dht import members_key
+from dht import messages as dht
+from dht.ids import Contact
+from dht.records import Record
+from peer import membership, sync
+from protocol import endpoint, frames, round_messages, wire
+from protocol.frames import Kind
+from protocol.identity import Identity, PeerId
+from protocol.mux import Mux, MuxLimits
+from protocol.noise import Handshake
+from protocol.plan import NO_BALLOT, Ballot, Plan
+from protocol.records import RecordWriter
+from protocol.transport import Address
+
+ONES, TWOS = b"\x11" * 32, b"\x22" * 32
+ALICE, BOB = PeerId(b"\xaa" * 32), PeerId(b"\xbb" * 32)
+HOME, OFFICE = Address("192.0.2.7", 7070), Address("2001:db8::7", 7071)
+COPY = dht.Copy(b"record", 1.5)
+BALLOT = Ballot(2, 1, ALICE)
+PLAN = Plan(
+    run=ONES,
+    revision=300,
+    attempt=1,
+    rank=0,
+    coordinator=ALICE,
+    members=(BOB, ALICE),
+    weights=(1.0, 2.5),
+    length=1_000_000,
+    base=TWOS,
+)
+TIP = membership.TipClaim(3, 1e6, TWOS)
+
+MESSAGES = {
+    endpoint.Hello(b"\x01" * 8, 2, 7070): "94 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e",
+    dht.Ping(): "91 a86468742e70696e67",
+    dht.Pong(): "91 a86468742e706f6e67",
+    dht.Find(ONES): "92 a86468742e66696e64 c420 11*32",
+    dht.Found((Contact(ALICE, (HOME, OFFICE)), Contact(BOB, ()))): (
+        "92 a96468742e666f756e64 92 92 c420 aa*32 92 ae3139322e302e322e373a37303730 "
+        "b25b323030313a6462383a3a375d3a37303731 92 c420 bb*32 90"
+    ),
+    dht.Store(COPY): "92 a96468742e73746f7265 92 c406 7265636f7264 cb3ff8000000000000",
+    dht.Stored("stored", None): "93 aa6468742e73746f726564 a673746f726564 c0",
+    dht.Stored("stale", COPY): "93 aa6468742e73746f726564 a57374616c65 92 c406 7265636f7264 cb3ff8000000000000",
+    dht.Fetch(ONES, b""): "93 a96468742e6665746368 c420 11*32 c400",
+    dht.Fetched((COPY,), True): "93 ab6468742e66657463686564 91 92 c406 7265636f7264 cb3ff8000000000000 c3",
+    round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,)): (
+        "99 ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32"
+    ),
+    round_messages.Queued(): "91 ac726f756e642e717565756564",
+    round_messages.Redirect(BOB, (HOME,)): (
+        "93 ae726f756e642e7265646972656374 c420 bb*32 91 ae3139322e302e322e373a37303730"
+    ),
+    round_messages.Ahead(300, BOB): "93 ab726f756e642e6168656164 cd012c c420 bb*32",
+    round_messages.Forked(TWOS): "92 ac726f756e642e666f726b6564 c420 22*32",
+    round_messages.Propose(PLAN): (
+        "92 ad726f756e642e70726f706f7365 9b c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332"
+    ),
+    round_messages.Accepted(BALLOT): "92 ae726f756e642e6163636570746564 93 02 01 c420 aa*32",
+    round_messages.Rejected(BALLOT, NO_BALLOT, "no"): (
+        "94 ae726f756e642e72656a6563746564 93 02 01 c420 aa*32 93 00 00 c420 00*32 a26e6f"
+    ),
+    round_messages.Failed(BALLOT, BOB, 5): "94 ac726f756e642e6661696c6564 93 02 01 c420 aa*32 c420 bb*32 05",
+    round_messages.Completed(BALLOT, ONES): "93 af726f756e642e636f6d706c65746564 93 02 01 c420 aa*32 c420 11*32",
+    round_messages.CallOff(BALLOT, None): "93 ad726f756e642e63616c6c6f6666 93 02 01 c420 aa*32 c0",
+    round_messages.CallOff(BALLOT, BOB): "93 ad726f756e642e63616c6c6f6666 93 02 01 c420 aa*32 c420 bb*32",
+    round_messages.RoundOpen(ONES, "tag", 300, TWOS, 2.5): (
+        "96 aa726f756e642e6f70656e c420 11*32 a3746167 cd012c c420 22*32 cb4004000000000000"
+    ),
+    round_messages.Noted(): "91 ab726f756e642e6e6f746564",
+    round_messages.Led(BOB, ()): "93 a9726f756e642e6c6564 c420 bb*32 90",
+    round_messages.RingData(ONES, "", TWOS): "94 a972696e672e64617461 c420 11*32 a0 c420 22*32",
+    round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",
+    round_messages.Result(PLAN): (
+        "92 ac726f756e642e726573756c74 9b c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
+        "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332"
+    ),
+    membership.Hello(ONES, membership.Status(1, None, False)): "93 ac6d656d6265722e68656c6c6f c420 11*32 93 01 c0 c2",
+    membership.Welcome(membership.Status(300, TIP, True), (membership.KnownMember(BOB, (HOME,)),)): (
+        "93 ae6d656d6265722e77656c636f6d65 93 cd012c 93 03 cb412e848000000000 c420 22*32 c3 91 92 c420 bb*32 91 "
+        "ae3139322e302e322e373a37303730"
+    ),
+    sync.ManifestRequest(ONES): "92 ac72756e2e6d616e6966657374 c420 11*32",
+    sync.ManifestReply("[run]"): "92 b272756e2e6d616e69666573742e7265706c79 a55b72756e5d",
+    sync.DescribeRequest(ONES, TWOS): "93 ae73746174652e6465736372696265 c420 11*32 c420 22*32",
+    sync.Description(3, ONES, TWOS, 1e6, ONES, ("momentum",), 70_000): (
+        "98 ac73746174652e686561646572 03 c420 11*32 c420 22*32 cb412e848000000000 c420 11*32 91 "
+        "a86d6f6d656e74756d ce00011170"
+    ),
+    sync.RangeRequest(ONES, TWOS, 17): "94 ab73746174652e72616e6765 c420 11*32 c420 22*32 11",
+    sync.RangeReply(1 << 20): "92 ab73746174652e6279746573 ce00100000",
+}
+
+
+def golden(text: str) -> bytes:
+    """Bytes in hexadecimal, with spaces anywhere, and XX*N for N times the byte XX."""
+    parts = (part.split("*") for part in text.split())
+    return b"".join(bytes.fromhex(digits) * int(count[0] if count else 1) for digits, *count in parts)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: wire.name_of(type(message)))
+def test_messages(message):
+    data = golden(MESSAGES[message])
+    assert wire.encode(message).hex() == data.hex()
+    assert wire.decode(data, [type(message)]) == message
+
+
+def test_every_message_type_is_here():
+    modules = (endpoint, dht, round_messages, membership, sync)
+    types = {value for module in modules for value in vars(module).values() if is_message(value)}
+    assert {type(message) for message in MESSAGES} == types
+
+
+def is_message(value: object) -> bool:
+    if not isinstance(value, type):
+        return False
+    try:
+        wire.name_of(value)
+    except TypeError:
+        return False
+    return True
+
+
+def test_identities_and_signatures():
+    alice = Identity.from_seed(bytes(range(32)))
+    assert alice.public_key.hex() == "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
+    assert alice.peer_id.hex() == "3071741322c7e288a790a7fdc9df6344da9be1b0c86e3dfcb9147f07075a49ef"
+    assert str(alice.peer_id) == "gbyxiezcy7rirj4qu764tx3ditnjxynqzbxd37fzcr7qob22jhxq"
+    assert alice.sign("some-domain", b"one", b"", b"three").hex() == (
+        "34bce3515682d4a1edfd0b1d8ec51ae904e3df57fb35d4099aa2d1c24e472a8d"
+        "d85c7b130f59a1283fdb8afe3d4b32a2c8d456c0f4ed8864a0108b17fdf91b06"
+    )
+
+
+def test_records_of_the_dht():
+    alice = Identity.from_seed(bytes(range(32)))
+    record = Record.sign(alice, ONES, b"value", sequence=7, ttl=120)
+    signature = alice.sign("dht-record-v1", ONES, golden("00*7 07 000000 78"), b"value")
+    key = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
+    assert record.encoded == golden(f"97 01 c420 11*32 c420 {key} 07 78 c405 76616c7565 c440") + signature
+    assert members_key(ONES) == hashlib.sha256(b"shoal-members-v1" + ONES).digest()
+
+
+def test_plan_ids():
+    assert PLAN.id.hex() == "b87576c61a064fe0235ca669d7946084c71a7ac36b8fd64aaf178377252e71f7"
+    assert attrs.evolve(PLAN, tag="tag").id.hex() == "e05630e885b3972d2553aeb885079c48cfd5843a787fd4ac8664b2f6207d398a"
+
+
+def test_handshake_and_records_with_fixed_keys():
+    keys = [X25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in range(1, 5)]
+    alice = Handshake(True, keys[0], keys[1], b"shoal-channel-v1" + b"shoal\x01\x00\x00")
+    bob = Handshake(False, keys[2], keys[3], b"shoal-channel-v1" + b"shoal\x01\x00\x00")
+    said = hashlib.sha256()
+    for speaker, listener, payload in ((alice, bob, b""), (bob, alice, b"bob"), (alice, bob, b"alice")):
+        text = speaker.write_message(payload)
+        said.update(text)
+        assert listener.read_message(text) == payload
+    assert said.hexdigest() == "85732fd1a80394942c0994f696d7739fdb4f67d741d31e5b39c9cd9e372d78e5"
+    writer = RecordWriter(alice.split()[0])
+    assert (
+        writer.seal(b"one", b"").hex()
+        == "001319949f87f3c345b1d5d7fec88804e84cb96621001072ced18f9db668faab8fec536ae75cac"
+    )
+
+
+def test_frames():
+    assert {kind.name: int(kind) for kind in Kind} == {
+        "OPEN": 1,
+        "DATA": 2,
+        "BODY": 3,
+        "CREDIT": 4,
+        "RESET": 5,
+        "STOP": 6,
+        "PING": 7,
+        "PONG": 8,
+        "RETIRE": 9,
+        "GOODBYE": 10,
+    }
+    assert frames.pack(Kind.RESET, 0, 258, frames.pack_reset("busy", "later")) == golden(
+        "05 00 000a 00000102 04 62757379 6c61746572"
+    )
+
+
+def test_a_conversation():
+    alice, bob = Mux(initiator=True, limits=MuxLimits()), Mux(initiator=False, limits=MuxLimits())
+    stream = alice.open(bulk=True)
+    alice.write(stream, b"\x00\x00\x00\x02hi")
+    alice.ping(b"12345678")
+    sent = alice.take(1 << 20, 1 << 20).records
+    assert [bytes(record) for record in sent] == [
+        golden("01 01 0000 00000001  07 00 0008 00000000 3132333435363738  02 00 0006 00000001 00000002 6869")
+    ]
+    (opened, _) = bob.receive(bytes(sent[0]))
+    bob.widen(opened.stream)
+    assert [bytes(record) for record in bob.take(1 << 20, 1 << 20).records] == [
+        golden("08 00 0008 00000000 3132333435363738  04 00 0004 00000001 000f0000")
+    ]
+    alice.write(stream, bytes(5000))
+    alice.finish(stream)
+    assert [bytes(record) for record in alice.take(1 << 20, 1 << 20).records] == [
+        golden("03 01 0004 00000001 00001388"),
+        bytes(5000),
+    ]
+    bob.stop(opened.stream)
+    bob.reset(opened.stream)
+    bob.retire()
+    bob.goodbye("bye")
+    assert [bytes(record) for record in bob.take(1 << 20, 1 << 20).records] == [
+        golden("06 00 0000 00000001  05 00 0001 00000001 00  09 00 0000 00000000  0a 00 0003 00000000 627965")
+    ]
