@@ -163,14 +163,22 @@ class Node:
             except (Fork, RoundAborted) as error:
                 self.events.emit("round_failed", round=revision, attempt=0, reason=str(error))
                 if isinstance(error, Fork):
+                    better = await self._fetch_better(state, branched=error.peer)
+                    if better is not None:
+                        return better, False
                     self.membership.doubt(error.peer)
                 await self._pause()
             else:
                 break
         took_part = self.endpoint.peer_id in reduced.plan.members
-        for peer in claimants if took_part else ():
+        committed = await self._commit(state, reduced)
+        for peer in sorted(claimants) if took_part else ():
+            # It has made this round on another branch, which may be the better one; or it lies.
+            better = await self._fetch_better(committed, branched=peer)
+            if better is not None:
+                return better, False
             self.membership.doubt(peer)
-        return await self._commit(state, reduced), took_part
+        return committed, took_part
 
     def _claimants(self, revision: int) -> set[PeerId]:
         """The members that say that this round is over already, although we have not taken part in it."""

@@ -131,3 +131,29 @@ def text_corpus(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 3000)
     return Corpus.open(str(text))
+
+
+def test_a_branch_that_was_given_up_does_not_come_back(tmp_path, layout, state):
+    """A heavier branch may have fewer revisions than the one that was left for it."""
+    branch = state
+    for _ in range(5):
+        branch = branch.commit(branch.outer, plan=bytes(32), weight=1.0)
+        checkpoint.save(tmp_path, Checkpoint(SETTINGS, branch, {}), layout)
+    heavier = state.commit(state.outer, plan=b"q" * 32, weight=99.0)
+    checkpoint.save(tmp_path, Checkpoint(SETTINGS, heavier, {}), layout)
+    assert checkpoint.load_latest(tmp_path).state.header == heavier.header
+
+
+def test_what_crashes_left_half_written_goes(tmp_path, layout, state):
+    (tmp_path / "round-00000009.partial").write_bytes(b"torn")
+    path = checkpoint.save(tmp_path, Checkpoint(SETTINGS, state, {}), layout)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_header_that_was_changed_is_noticed(tmp_path, layout, state):
+    path = checkpoint.save(tmp_path, Checkpoint(SETTINGS, state, {}), layout)
+    data = path.read_bytes()
+    assert data.count(b'\\"weight\\": 12.0') == 1
+    path.write_bytes(data.replace(b'\\"weight\\": 12.0', b'\\"weight\\": 92.0'))
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(path)

@@ -83,3 +83,7 @@ def test_all_peers_prefer_the_same_branch(tips):
 def test_more_weight_wins_then_the_lower_digest():
     assert Tip(1, 2.0, b"z" * 32).beats(Tip(9, 1.0, b"a" * 32))
     assert Tip(1, 2.0, b"a" * 32).beats(Tip(1, 2.0, b"b" * 32))
+
+
+def test_a_round_without_weight_is_not_undone():
+    assert Tip(2, 2.0, b"z" * 32).beats(Tip(1, 2.0, b"a" * 32))

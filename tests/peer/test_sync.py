@@ -95,7 +95,7 @@ async def test_forged_ranges_are_not_taken(autojump_clock, mesh, state):
         await fetch_state(newcomer, RUN, state.tip, [liar.peer_id], **SHAPE)
 
 
-@pytest.mark.parametrize("lie", ["header", "leaves", "size"])
+@pytest.mark.parametrize("lie", ["header", "leaves", "size", "weight", "buffers"])
 async def test_forged_descriptions_are_not_taken(autojump_clock, mesh, state, lie):
     swarm = await mesh(2)
     newcomer, liar = swarm.endpoints
@@ -104,9 +104,14 @@ async def test_forged_descriptions_are_not_taken(autojump_clock, mesh, state, li
         claimed = attrs.evolve(state, header=attrs.evolve(state.header, weight=4.0))
     elif lie == "leaves":
         claimed = attrs.evolve(state, leaves=(bytes(32), *state.leaves[1:]))
+    elif lie == "buffers":  # the same bytes under another name
+        outer = OuterState(state.outer.parameters, {"velocity": state.outer.buffers["momentum"]})
+        claimed = attrs.evolve(state, outer=outer)
     tip = claimed.tip if lie == "header" else state.tip
     donate(liar, claimed)
     asked = Tip(tip.revision, tip.weight, state.header.digest if lie == "header" else tip.digest)
+    if lie == "weight":  # a heavier tip with the digest of this state
+        asked = attrs.evolve(asked, weight=asked.weight + 1)
     elements = 5 if lie == "size" else ELEMENTS
     with pytest.raises(SyncFailed):
         await fetch_state(newcomer, RUN, asked, [liar.peer_id], **{**SHAPE, "elements": elements})
@@ -155,3 +160,43 @@ async def test_the_manifest_comes_from_whoever_has_it(autojump_clock, mesh):
         assert await fetch_manifest(newcomer, endpoint.peer_id, RUN) == "the manifest"
         with pytest.raises(RequestRefused, match="another run"):
             await fetch_manifest(newcomer, endpoint.peer_id, b"x" * 32)
+
+
+async def test_a_donor_keeps_the_state_before_however_often_it_offers_the_last(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    donor = donate(endpoint, state)
+    for _ in range(3):
+        donor.offer(state.commit(state.outer, plan=bytes(32), weight=1.0))
+    assert same(await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE), state)
+
+
+async def test_a_donor_that_is_slow_does_not_hold_up_the_others(autojump_clock, mesh, state):
+    swarm = await mesh(3)
+    newcomer, quick, slow = swarm.endpoints
+    donate(quick, state)
+    donate(slow, state)
+    swarm.network.set_link("h0", "h2", bandwidth=30_000)  # half a minute for a range
+    begun = trio.current_time()
+    donors = [quick.peer_id, slow.peer_id]
+    assert same(await fetch_state(newcomer, RUN, state.tip, donors, **SHAPE), state)
+    assert trio.current_time() - begun < 10
+
+
+async def test_states_are_for_those_who_are_admitted(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    Donor(endpoint, RUN, "the manifest", admits=lambda peer: False).offer(state)
+    with pytest.raises(SyncFailed, match="say hello first"):
+        await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE)
+
+
+async def test_a_state_that_is_not_finite_is_of_no_use(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    sick = state.commit(
+        attrs.evolve(state.outer, parameters=state.outer.parameters * float("nan")), plan=bytes(32), weight=1.0
+    )
+    donate(endpoint, sick)
+    with pytest.raises(SyncFailed, match="not finite"):
+        await fetch_state(newcomer, RUN, sick.tip, [endpoint.peer_id], **SHAPE)

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import trio
 
-from peer.membership import Hello, Status, TipClaim, Welcome
+from peer.membership import Hello, StatusClaim, TipClaim, Welcome
 from peer.sync import DescribeRequest, Description
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
@@ -48,7 +48,7 @@ class Liar:
 
     def status(self):
         self.count += 1
-        return Status(self.count, self.claim(), True)
+        return StatusClaim(self.count, self.claim(), True)
 
     async def on_hello(self, hello, stream):
         return Welcome(self.status(), ())
@@ -215,7 +215,7 @@ async def test_strangers_take_no_part(autojump_clock, victims, nursery):
         digest = bytes.fromhex(a.digests()[1])
         for request in (
             Ready(run, "", 2, digest, 1.0, 1, NO_BALLOT, ()),
-            RoundOpen(run, "", 2, 0.0),
+            RoundOpen(run, "", 2, digest, 0.0),
             FetchResult(run, "", 1),
             DescribeRequest(run, digest),
         ):
