@@ -22,7 +22,15 @@ from peer.options import parse_size
 from peer.settings import DataSettings, RunSettings, Settings
 from peer.status import read_status
 from peer.ticket import Ticket
-from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, SettingsError, ShoalError
+from protocol.errors import (
+    AddressError,
+    DataError,
+    HandshakeError,
+    IdentityError,
+    PeerUnreachable,
+    RequestRefused,
+    ShoalError,
+)
 from protocol.identity import Identity, PeerId
 from protocol.transport import Address
 
@@ -132,10 +140,11 @@ def test_usage_errors(shoal, daemon, arguments):
         (ShoalError("it broke", hint="mend it"), 1),
         (PeerUnreachable("nobody answers", hint="mend it"), 3),
         (HandshakeError("wrong swarm key", hint="mend it"), 4),
+        (DataError("no text", hint="mend it"), 2),
+        (AddressError("the port is taken", hint="mend it"), 2),
+        (IdentityError("damaged", hint="mend it"), 2),
         (RequestRefused("banned\x1b[2J", code="banned", hint="mend it"), 4),
         (ManifestError("model.layers = 0: must be >= 1", hint="mend it"), 4),
-        (DataError("the run trains on text that each peer brings", hint="mend it"), 2),
-        (SettingsError("impossible", hint="mend it"), 2),
         (
             ExceptionGroup("", [ValueError(), ExceptionGroup("", [PeerUnreachable("nobody answers", hint="mend it")])]),
             3,
@@ -165,17 +174,17 @@ def test_a_bug_leaves_its_traceback_in_the_home(shoal, daemon, home):
 def test_homes_that_cannot_be_used(shoal, daemon, home, tmp_path):
     (tmp_path / "file").touch()
     result = shoal("join", TICKET.encode(), "--home", tmp_path / "file")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 2)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 2)
     with home.lock():
         result = shoal("join", TICKET.encode())
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"in use by the daemon with process id {os.getpid()}" in result.stderr
     assert daemon.config is None
 
 
 def test_an_event_file_that_cannot_be_written(shoal, daemon):
     result = shoal("join", TICKET.encode(), "--events", "missing/events.jsonl")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: the event file missing/events.jsonl cannot be opened")
     assert daemon.config is None
 
