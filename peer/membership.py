@@ -37,8 +37,8 @@ NOT_ALLOWED, FULL = "not_allowed", "full"  # codes of refusals that end a newcom
 REDIALS = 3
 """Attempts to reach a member whose connection broke, before it is forgotten."""
 
-SETTLE = 3.0
-"""Longest that `settled` waits for a member: one that is still silent after that is no reason to hold up a round."""
+SETTLE = 5.0
+"""Seconds that are worth waiting for a member that may have lost its connection only."""
 
 AVOIDED = 10.0
 """Seconds for which a peer that could not be reached, or refused us, is not dialled again because somebody names it."""
@@ -86,11 +86,11 @@ class KnownMember:
 
 
 @attrs.frozen
-class Status:
+class StatusClaim:
     """What a member says about itself."""
 
-    count: Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
-    """Grows with every change: what is on its way at the same time may arrive in any order."""
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """Grows with every change: claims travel on streams of their own, and may overtake each other."""
     tip: TipClaim | None
     """The state that it holds, if any."""
     active: bool
@@ -102,14 +102,14 @@ class Hello:
     """A member's first word on a connection, and again whenever its status changes."""
 
     run: Bytes32
-    status: Status
+    status: StatusClaim
 
 
 @message("member.welcome")
 class Welcome:
     """The answer to a hello: the same about us, and the members that we know."""
 
-    status: Status
+    status: StatusClaim
     members: Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=256)]
 
 
@@ -120,7 +120,7 @@ class Member:
     peer: PeerId
     tip: Tip | None
     active: bool
-    count: int = 0
+    number: int = 0
     since: float = 0.0
     """When it said hello, on trio's clock."""
 
@@ -170,10 +170,11 @@ class Membership:
         self._lost = lost
         self._tip: Tip | None = None
         self._active = False
-        self._count = 0
+        self._number = 0
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
-        self._awaited: dict[PeerId, float] = {}  # those whose first attempt is under way, and how long it matters
+        # Those of them who were here a moment ago, or are with others, and until when they are worth waiting for.
+        self._awaited: dict[PeerId, float] = {}
         self._avoided: dict[PeerId, float] = {}  # until when
         self._former: dict[PeerId, bool] = {}  # members that were lost
         self._doubts: dict[PeerId, _Doubt] = {}
@@ -268,12 +269,13 @@ class Membership:
         await self._changed.wait()
 
     async def settled(self) -> None:
-        """Returns when no member is being dialled for the first time: whoever is absent then is out of reach.
+        """Returns when whoever should be here is, or has failed to answer: the rest is out of reach for now.
 
-        That is when it matters most, after a connection has broken. Nobody is waited for longer than `SETTLE`.
+        Waits for the first attempt to greet each peer that was connected, or is connected to another member, but not
+        for names that only the DHT remembers, and for no one longer than `SETTLE` seconds, however often it is called.
         """
-        while deadlines := [time for time in self._awaited.values() if time > trio.current_time()]:
-            with trio.move_on_at(min(deadlines)):
+        while self._awaited and (deadline := max(self._awaited.values())) > trio.current_time():
+            with trio.move_on_at(deadline):
                 await self._changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -288,11 +290,14 @@ class Membership:
                     if isinstance(event, PeerLost):
                         self._on_lost(event.peer, event.reason)
 
-    def meet(self, peers: Iterable[PeerId]) -> None:
-        """Starts to greet these peers in the background, those that are not members yet."""
+    def meet(self, peers: Iterable[PeerId], *, expected: bool = True) -> None:
+        """Starts to greet these peers in the background, those that are not members yet.
+
+        `expected` peers are likely to answer, so that `settled` waits for them.
+        """
         for peer in peers:
             if self._is_stranger(peer):
-                self._begin_to_greet(peer)
+                self._begin_to_greet(peer, expected=expected)
 
     def _is_stranger(self, peer: PeerId) -> bool:
         """Whether there is any use in greeting this peer, of whom somebody has told us."""
@@ -304,18 +309,18 @@ class Membership:
             and self._may_join(peer)
         )
 
-    def _begin_to_greet(self, peer: PeerId, *, later: bool = False) -> None:
+    def _begin_to_greet(self, peer: PeerId, *, expected: bool, later: bool = False) -> None:
         if self._nursery is None or len(self._members) + len(self._greeting) >= self._limit:
             return
         self._greeting.add(peer)
-        if not later:
+        if expected:
             self._awaited[peer] = trio.current_time() + SETTLE
         self._nursery.start_soon(self._greet, peer, int(later))
 
     async def announce(self, tip: Tip | None, *, active: bool) -> None:
         """Sets our status and tells every member, without waiting for those that are slow to hear it."""
         self._tip, self._active = tip, active
-        self._count += 1
+        self._number += 1
         self._notify()
         if self._nursery is not None:
             for peer in self._members:
@@ -328,15 +333,18 @@ class Membership:
         self._changed.set()
         self._changed = trio.Event()
 
-    def _status(self) -> Status:
+    def _hello(self) -> Hello:
+        return Hello(self._run, self._status())
+
+    def _status(self) -> StatusClaim:
         tip = self._tip
         claim = None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)
-        return Status(self._count, claim, self._active)
+        return StatusClaim(self._number, claim, self._active)
 
     async def _tell(self, peer: PeerId) -> None:
-        told = self._count
         try:
-            self._welcomed(peer, told, await self._endpoint.request(peer, Hello(self._run, self._status()), Welcome))
+            told = self._number
+            self._welcomed(peer, told, await self._endpoint.request(peer, self._hello(), Welcome))
         except RequestRefused as refusal:
             self._forget(peer, str(refusal))
         except ShoalError:
@@ -348,15 +356,16 @@ class Membership:
             for attempt in range(begun, begun + REDIALS):
                 if attempt:
                     await trio.sleep(2**attempt * self._rng.uniform(0.5, 1.0))
-                told = self._count
                 try:
-                    welcome = await self._endpoint.request(peer, Hello(self._run, self._status()), Welcome)
+                    told = self._number
+                    welcome = await self._endpoint.request(peer, self._hello(), Welcome)
                 except (RequestRefused, ProtocolError) as error:
                     if isinstance(error, RequestRefused) and error.code in (NOT_ALLOWED, FULL):
                         self.refusal = error
                     break
                 except ShoalError:
-                    self._answered(peer)
+                    self._awaited.pop(peer, None)
+                    self._notify()
                     continue
                 self._welcomed(peer, told, welcome)
                 return
@@ -364,17 +373,13 @@ class Membership:
             _shorten(self._avoided)
         finally:
             self._greeting.discard(peer)
-            self._answered(peer)
-
-    def _answered(self, peer: PeerId) -> None:
-        """The first attempt to reach this peer is over."""
-        self._awaited.pop(peer, None)
-        self._notify()
+            self._awaited.pop(peer, None)
+            self._notify()
 
     def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
         if not self._note(peer, welcome.status):
             return
-        if self._nursery is not None and told < self._count:
+        if self._nursery is not None and told < self._number:
             self._nursery.start_soon(self._tell, peer)  # our status has changed since the hello
         for known in welcome.members:
             self._endpoint.learn(known.peer, *known.addresses)
@@ -394,16 +399,16 @@ class Membership:
         )
         return Welcome(self._status(), known[:256])
 
-    def _note(self, peer: PeerId, status: Status) -> bool:
+    def _note(self, peer: PeerId, status: StatusClaim) -> bool:
         """Takes down what a connected peer says of itself. False if that cannot be true; nothing is changed then."""
         tip = None if status.tip is None else Tip(status.tip.revision, status.tip.weight, status.tip.digest)
         if tip is not None and not self._plausible(tip):
             return False
         known = self._members.get(peer)
-        if not self._endpoint.is_connected(peer) or (known is not None and known.count > status.count):
+        if not self._endpoint.is_connected(peer) or (known is not None and known.number > status.number):
             return True
         since = trio.current_time() if known is None else known.since
-        self._members[peer] = Member(peer, tip, status.active, status.count, since)
+        self._members[peer] = Member(peer, tip, status.active, status.number, since)
         if known is None:
             self._former.pop(peer, None)
             self._seen(peer)
@@ -414,7 +419,8 @@ class Membership:
         lost = self._forget(peer, reason)
         if lost is not None and peer not in self._greeting:
             # Connections that break at once, again and again, must not keep both sides busy.
-            self._begin_to_greet(peer, later=trio.current_time() - lost.since < STABLE)
+            flaps = trio.current_time() - lost.since < STABLE
+            self._begin_to_greet(peer, expected=not flaps, later=flaps)
 
     def _forget(self, peer: PeerId, reason: str) -> Member | None:
         member = self._members.pop(peer, None)
@@ -435,11 +441,9 @@ class Membership:
             for peer in self._rng.sample(strangers, min(len(strangers), STRANGERS)):
                 for contact in await self._dht.find(peer):
                     self._endpoint.learn(contact.peer, *contact.addresses)
-                if self._is_stranger(peer):  # still
-                    self._begin_to_greet(peer, later=True)
-            for peer in self._rng.sample(sorted(self._former), min(len(self._former), STRANGERS)):
-                if self._is_stranger(peer):
-                    self._begin_to_greet(peer, later=True)
+                self.meet([peer], expected=False)
+            former = sorted(self._former)
+            self.meet(self._rng.sample(former, min(len(former), STRANGERS)), expected=False)
             await trio.sleep(SEARCH_PERIOD * self._rng.uniform(0.8, 1.2))
 
 

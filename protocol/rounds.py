@@ -56,9 +56,6 @@ _MAX_REDIRECTS = 16
 _HISTORY = 64
 """Digests of past revisions by which a peer that is further behind is told from one on another branch."""
 
-_PATIENCE = 4
-"""Attempts, each of the greatest length, that a coordinator is given. Most failed ones are much shorter."""
-
 
 @attrs.frozen(kw_only=True)
 class RoundEvent:
@@ -170,11 +167,11 @@ class Rounds:
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
+        self._heard = None
         self._digests.clear()
         for leadership in self._rounds.values():
             leadership.close()
         self._rounds.clear()
-        self._heard = None
         self.committed(revision, digest)
 
     @property
@@ -298,11 +295,12 @@ class Rounds:
         )
         patience = self._times.grace + self._times.slack
         patience += 2 * self._times.attempt(offer.length, len(self._members()) + 1)
-        leadership.attending, leadership.attendance = leader, trio.CancelScope()
+        limit = trio.current_time() + 2 * patience  # one plan after the other, in vain, is no better than none
+        leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
         try:
             with leadership.attendance:
                 async with self._line(leadership, ready, leader) as line:
-                    member = Member(
+                    return await Member(
                         line,
                         work,
                         leadership.acceptor,
@@ -312,22 +310,15 @@ class Rounds:
                         keep=self._keep,
                         report=self._report_attempt if leader != self._endpoint.peer_id else self._report_start,
                         patience=patience,
-                    )
-                    return await self._stay(member, work, leader)
+                    ).run()
         finally:
             leadership.attending = None
             leadership.wake()
-        return self._results.get(offer.revision)  # we left to lead ourselves, perhaps a moment after the end
-
-    async def _stay(self, member: Member, work: Work, leader: PeerId) -> Reduced:
-        """Follows one coordinator, though not for ever: it may say that it is busy, or plan in vain, without end."""
-        times, offer = self._times, work.offer
-        limit = times.grace + times.slack + _PATIENCE * times.attempt(offer.length, len(self._members()) + 1)
-        with trio.move_on_after(limit):
-            return await member.run()
-        if offer.revision in self._results:
-            return self._results[offer.revision]
-        raise RequestTimeout(f"{leader.short} coordinated for {limit:g} s without a result")
+        # We left to lead ourselves, or had enough, perhaps a moment after the end.
+        reduced = self._results.get(offer.revision)
+        if reduced is None and trio.current_time() >= limit:
+            raise RequestTimeout(f"{leader.short} has coordinated for {2 * patience:g} s without a result")
+        return reduced
 
     @contextlib.asynccontextmanager
     async def _line(self, leadership: Leadership, ready: Ready, leader: PeerId) -> AsyncIterator[Line]:

@@ -29,7 +29,6 @@ from protocol.errors import (
     IdentityError,
     PeerUnreachable,
     RequestRefused,
-    SettingsError,
     ShoalError,
 )
 from protocol.identity import Identity, PeerId
@@ -146,8 +145,6 @@ def test_usage_errors(shoal, daemon, arguments):
         (IdentityError("damaged", hint="mend it"), 2),
         (RequestRefused("banned\x1b[2J", code="banned", hint="mend it"), 4),
         (ManifestError("model.layers = 0: must be >= 1", hint="mend it"), 4),
-        (DataError("the run trains on text that each peer brings", hint="mend it"), 2),
-        (SettingsError("impossible", hint="mend it"), 2),
         (
             ExceptionGroup("", [ValueError(), ExceptionGroup("", [PeerUnreachable("nobody answers", hint="mend it")])]),
             3,

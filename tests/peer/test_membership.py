@@ -119,7 +119,6 @@ async def test_those_who_are_not_on_the_list_are_refused(autojump_clock, mesh, s
         b.membership.meet([a.endpoint.peer_id])
         await until(b.membership, lambda: b.membership.others)
         await stranger.membership.settled()
-    assert stranger.membership.refusal.code == "not_allowed"
     assert stranger.membership.others == ()
     assert [member.peer for member in a.membership.others] == [b.endpoint.peer_id]
 
@@ -159,23 +158,6 @@ async def test_settled_does_not_wait_for_those_that_only_the_dht_remembers(autoj
         before = trio.current_time()
         await newcomer.membership.settled()
         assert 0 < trio.current_time() - before <= SETTLE
-        # Nor again in the next round, although it is still being dialled.
-        before = trio.current_time()
-        await newcomer.membership.settled()
-        assert trio.current_time() == before
-
-
-async def test_a_run_that_is_full_refuses_others(autojump_clock, mesh, site):
-    swarm = await mesh(3)
-    a, b, late = [await site(swarm, number, limit=1) for number in range(3)]
-    with trio.fail_after(60):
-        b.membership.meet([a.endpoint.peer_id])
-        await until(b.membership, lambda: b.membership.others)
-        late.membership.meet([a.endpoint.peer_id])
-        await late.membership.settled()
-    assert late.membership.refusal.code == "full"
-    assert late.membership.others == ()
-    assert [member.peer for member in a.membership.others] == [b.endpoint.peer_id]
 
 
 async def test_who_claims_what_it_does_not_have_is_passed_over_ever_longer(autojump_clock, mesh, site):
@@ -225,3 +207,16 @@ async def test_impossible_tips_are_refused(autojump_clock, mesh, site):
         await b.membership.settled()
     assert a.membership.others == b.membership.others == ()
     assert not a.membership.knows(b.endpoint.peer_id)
+
+
+async def test_a_run_that_is_full_refuses_others(autojump_clock, mesh, site):
+    swarm = await mesh(3)
+    a, b, late = [await site(swarm, number, limit=1) for number in range(3)]
+    with trio.fail_after(60):
+        b.membership.meet([a.endpoint.peer_id])
+        await until(b.membership, lambda: b.membership.others)
+        late.membership.meet([a.endpoint.peer_id])
+        await late.membership.settled()
+    assert late.membership.refusal.code == "full"
+    assert late.membership.others == ()
+    assert [member.peer for member in a.membership.others] == [b.endpoint.peer_id]

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import trio
 
-from peer.membership import Hello, Status, TipClaim, Welcome
+from peer.membership import Hello, StatusClaim, TipClaim, Welcome
 from peer.sync import DescribeRequest, Description
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
@@ -48,7 +48,7 @@ class Liar:
 
     def status(self):
         self.count += 1
-        return Status(self.count, self.claim(), True)
+        return StatusClaim(self.count, self.claim(), True)
 
     async def on_hello(self, hello, stream):
         return Welcome(self.status(), ())
