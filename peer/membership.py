@@ -391,7 +391,7 @@ class Membership:
         if not self._may_join(stream.peer):
             raise RequestRefused("this run admits only the peers on its list", code=NOT_ALLOWED)
         if stream.peer not in self._members and len(self._members) >= self._limit:
-            raise RequestRefused(f"this peer keeps at most {self._limit} connections to members", code=FULL)
+            raise RequestRefused(f"this run is full: it admits {self._limit + 1} peers at most", code=FULL)
         if not self._note(stream.peer, hello.status):
             raise RequestRefused("no such state can exist in this run", code="implausible")
         known = tuple(
