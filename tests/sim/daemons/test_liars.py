@@ -215,7 +215,7 @@ async def test_strangers_take_no_part(autojump_clock, victims, nursery):
         digest = bytes.fromhex(a.digests()[1])
         for request in (
             Ready(run, "", 2, digest, 1.0, 1, NO_BALLOT, ()),
-            RoundOpen(run, "", 2, 0.0),
+            RoundOpen(run, "", 2, digest, 0.0),
             FetchResult(run, "", 1),
             DescribeRequest(run, digest),
         ):

@@ -69,11 +69,15 @@ class Peer:
         self.results: dict[int, Reduced] = {}  # by revision: what it reduced itself, or fetched
         self.reduced: list[Reduced] = []  # all that it got from rounds it took part in, on whatever branch
         self.adoptions = 0
+        self.passed_over: set[PeerId] = set()  # connected, but no candidates for coordinating as far as this peer knows
         self.alive = False
         self.scope = trio.CancelScope()
         self.moved = trio.Event()
 
     def members(self) -> Sequence[PeerId]:
+        return (self.id, *(peer for peer in self.endpoint.connected if peer not in self.passed_over))
+
+    def expected(self) -> Sequence[PeerId]:
         return (self.id, *self.endpoint.connected)
 
     def values(self, revision: int) -> torch.Tensor:
