@@ -46,6 +46,9 @@ AVOIDED = 10.0
 STABLE = 5.0
 """A connection that broke sooner than this after the hello is not made anew at once."""
 
+NEAR = 2
+"""A member that is no further behind catches up by fetching the results of the rounds that it lacks."""
+
 STRANGERS = 16
 """Peers from the DHT that are looked up and greeted in one search; anybody can publish a record."""
 
@@ -208,18 +211,35 @@ class Membership:
                 found.append(member.peer)
         return sorted(found)
 
+    def expected(self) -> list[PeerId]:
+        """The members that the next round may bring together, ourselves included.
+
+        Those are the partners, and those on our branch, as far as one can tell, that are a little behind and not
+        active: they are catching up, and come when they have.
+        """
+        mine = self._tip
+        found = {self._endpoint.peer_id, *self.partners()}
+        for member in self._members.values():
+            if mine is None or member.tip is None or self._doubted(member.peer, DOUBTS):
+                continue
+            behind = mine.revision - member.tip.revision
+            if 0 < behind <= NEAR or member.tip == mine:
+                found.add(member.peer)
+        return sorted(found)
+
     def better(self, *, branched: PeerId | None = None) -> Member | None:
         """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
 
-        A tip that is a single round ahead of ours is most likely the round that we are about to finish, and no reason
-        to fetch anything, unless the member is `branched`: known to be on another branch.
+        A tip that is a single round ahead of ours is most likely the round that we are about to finish, and the results
+        of `NEAR` rounds are no more than the state: no reason to fetch that, unless the member is `branched`: known to
+        be on another branch.
         """
         mine = self._tip
 
-        def is_next(member: Member) -> bool:
-            return mine is not None and member.tip is not None and member.tip.revision == mine.revision + 1
+        def is_near(member: Member) -> bool:
+            return mine is not None and member.tip is not None and 0 < member.tip.revision - mine.revision <= NEAR
 
-        return self._best(member for member in self._members.values() if member.peer == branched or not is_next(member))
+        return self._best(member for member in self._members.values() if member.peer == branched or not is_near(member))
 
     def ahead(self) -> Member | None:
         """The member with the best tip if that is better than ours, even if only by the next round. Else None."""

@@ -163,6 +163,9 @@ class Node:
             except (Fork, RoundAborted) as error:
                 self.events.emit("round_failed", round=revision, attempt=0, reason=str(error))
                 if isinstance(error, Fork):
+                    better = await self._fetch_better(state, branched=error.peer)
+                    if better is not None:
+                        return better, False
                     self.membership.doubt(error.peer)
                 await self._pause()
             else:

@@ -61,7 +61,15 @@ class Peer:
         self.rng = random.Random(f"{swarm.seed}/{number}")
         self.endpoint = Endpoint(self.identity, swarm.network.transport(self.host), rng=random.Random(number))
         self.events: list[RoundEvent] = []
-        self.rounds = Rounds(self.endpoint, RUN, settings=swarm.times, members=self.members, report=self.events.append)
+        self.rounds = Rounds(
+            self.endpoint,
+            RUN,
+            settings=swarm.times,
+            members=self.members,
+            expected=self.expected,
+            admits=lambda peer: peer in self.endpoint.connected,
+            report=self.events.append,
+        )
         self.revision = 0
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
