@@ -199,7 +199,8 @@ class Membership:
     def partners(self) -> list[PeerId]:
         """The members that can make the next round with us, ourselves included: active, and on our branch.
 
-        A member at our revision must have our digest; one revision to either side it is about to follow, or to lead.
+        A member at our revision must have our digest. One that is a revision behind is about to follow, and one that is
+        up to `NEAR` revisions ahead knows how to.
         """
         mine = self._tip
         found = [self._endpoint.peer_id] if self._active else []
@@ -207,7 +208,7 @@ class Membership:
             if mine is None or member.tip is None or not member.active or self._doubted(member.peer, DOUBTS):
                 continue
             ahead = member.tip.revision - mine.revision
-            if ahead in (-1, 1) or (ahead == 0 and member.tip.digest == mine.digest):
+            if member.tip == mine if ahead == 0 else -1 <= ahead <= NEAR:
                 found.append(member.peer)
         return sorted(found)
 

@@ -52,9 +52,6 @@ from protocol.wire import Message
 _LOOKAHEAD = 2
 """A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
 
-_REACH = 3
-"""A peer says that it will come to rounds up to this many revisions after its own state: it catches up by results."""
-
 _MAX_REDIRECTS = 16
 
 _HISTORY = 64
@@ -495,8 +492,6 @@ class Rounds:
             raise RequestRefused("this peer's state is another one", code="fork")
         if request.revision <= self._finished:
             return Ahead(self._finished, self._endpoint.peer_id)
-        if request.revision > self._tip + _REACH:
-            raise RequestRefused(f"this peer holds revision {self._tip} only", code="behind")
         if request.revision > self._tip + _LOOKAHEAD:
             return Late()
         leadership = self._leadership(request.revision)
