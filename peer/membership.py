@@ -49,6 +49,9 @@ STABLE = 5.0
 NEAR = 2
 """A member that is no further behind catches up by fetching the results of the rounds that it lacks."""
 
+PATIENCE = 3
+"""Rounds in which a member that is behind is waited for although it does not get ahead."""
+
 STRANGERS = 16
 """Peers from the DHT that are looked up and greeted in one search; anybody can publish a record."""
 
@@ -123,6 +126,8 @@ class Member:
     count: int = 0
     since: float = 0.0
     """When it said hello, on trio's clock."""
+    progressed: int = 0
+    """The revision that we held when it told us this tip."""
 
 
 @attrs.define
@@ -215,16 +220,16 @@ class Membership:
     def expected(self) -> list[PeerId]:
         """The members that the next round may bring together, ourselves included.
 
-        Those are the partners, and those on our branch, as far as one can tell, that are a little behind and not
-        active: they are catching up, and come when they have.
+        Those are the partners, and those that are behind and may be catching up: they come when they have. They are
+        given a few rounds from each step that they get ahead.
         """
         mine = self._tip
         found = {self._endpoint.peer_id, *self.partners()}
         for member in self._members.values():
             if mine is None or member.tip is None or self._doubted(member.peer, DOUBTS):
                 continue
-            behind = mine.revision - member.tip.revision
-            if 0 < behind <= NEAR or member.tip == mine:
+            behind = member.tip.revision < mine.revision <= member.progressed + PATIENCE
+            if behind or member.tip == mine:
                 found.add(member.peer)
         return sorted(found)
 
@@ -420,7 +425,10 @@ class Membership:
         if not self._endpoint.is_connected(peer) or (known is not None and known.count > status.count):
             return True
         since = trio.current_time() if known is None else known.since
-        self._members[peer] = Member(peer, tip, status.active, status.count, since)
+        progressed = 0 if self._tip is None else self._tip.revision
+        if known is not None and known.tip == tip:
+            progressed = known.progressed
+        self._members[peer] = Member(peer, tip, status.active, status.count, since, progressed)
         if known is None:
             self._seen(peer)
         self._notify()
