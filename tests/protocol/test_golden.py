@@ -91,9 +91,7 @@ MESSAGES = {
         "92 ac726f756e642e726573756c74 9b c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
         "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332"
     ),
-    membership.Hello(
-        ONES, membership.Status(1, None, False)
-    ): "93 ac6d656d6265722e68656c6c6f c420 11*32 93 01 c0 c2",
+    membership.Hello(ONES, membership.Status(1, None, False)): "93 ac6d656d6265722e68656c6c6f c420 11*32 93 01 c0 c2",
     membership.Welcome(membership.Status(300, TIP, True), (membership.KnownMember(BOB, (HOME,)),)): (
         "93 ae6d656d6265722e77656c636f6d65 93 cd012c 93 03 cb412e848000000000 c420 22*32 c3 91 92 c420 bb*32 91 "
         "ae3139322e302e322e373a37303730"

@@ -9,6 +9,7 @@ import trio
 
 SEEDS = 30
 NAMES = "abcdefgh"
+SETTLE = 20  # simulated seconds within which those who cannot reach anybody give up
 CALM = 300  # simulated seconds within which everything has to be well again
 
 
@@ -77,9 +78,10 @@ class Chaos:
     def heal(self):
         self.swarm.network.heal()
 
-    def calm(self):
+    async def calm(self):
         self.heal()
         self.resume()
+        await trio.sleep(SETTLE)
         for name, peer in self.swarm.peers.items():
             if name in self.alive and peer.ended.is_set():
                 self._launch(name)  # it could not reach anybody
@@ -104,7 +106,7 @@ async def test_whatever_happens(autojump_clock, seeded_swarm, seed):
         await chaos.run(faults=rng.randint(3, 8))
         for name, peer in swarm.peers.items():
             assert peer.error is None or type(peer.error).__name__ == "PeerUnreachable", (name, peer.error)
-        chaos.calm()
+        await chaos.calm()
         try:
             with trio.fail_after(CALM):
                 await all_in_one_round(chaos.alive.values())

@@ -78,15 +78,17 @@ class Peer:
         self.reduced: list[Reduced] = []  # all that it got from rounds it took part in, on whatever branch
         self.adoptions = 0
         self.passed_over: set[PeerId] = set()  # connected, but no candidates for coordinating as far as this peer knows
+        self.doubted: dict[PeerId, float] = {}  # until when; said to be ahead of us, but with nothing better
         self.alive = False
         self.scope = trio.CancelScope()
         self.moved = trio.Event()
 
     def members(self) -> Sequence[PeerId]:
-        return (self.id, *(peer for peer in self.endpoint.connected if peer not in self.passed_over))
+        return [peer for peer in self.expected() if peer not in self.passed_over]
 
     def expected(self) -> Sequence[PeerId]:
-        return (self.id, *self.endpoint.connected)
+        now = trio.current_time()
+        return (self.id, *(peer for peer in self.endpoint.connected if self.doubted.get(peer, now) <= now))
 
     def values(self, revision: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * revision + self.number)
@@ -158,6 +160,8 @@ class Peer:
             self.rounds.adopted(self.revision, self.digest)
             self.adoptions += 1
             self._move()
+        else:
+            self.doubted[holder] = trio.current_time() + 5
 
     def jam_ring(self, *, after: int) -> Callable[[], None]:
         """From now on, nothing but the first `after` segments of each ring leaves this peer. Returns what undoes it."""
