@@ -20,6 +20,7 @@ class Reduction:
 
     def __init__(self, nursery):
         self.nursery, self.reduced = nursery, {}
+        self.news = trio.Event()
 
     def begin(self, *peers):
         for peer in peers:
@@ -28,6 +29,12 @@ class Reduction:
 
     async def _reduce(self, peer):
         self.reduced[peer] = await peer.rounds.all_reduce(2, torch.ones(3), 1.0, digest=STATE)
+        self.news.set()
+        self.news = trio.Event()
+
+    async def ended(self, count):
+        while len(self.reduced) < count:
+            await self.news.wait()
 
     def plans(self):
         return {reduced.plan.id for reduced in self.reduced.values()}
@@ -51,8 +58,7 @@ async def test_a_coordinator_that_catches_up_is_followed_by_those_who_had_passed
         assert not round.reduced
         round.begin(first)
         with trio.fail_after(5):
-            while len(round.reduced) < 4:
-                await trio.sleep(0.1)
+            await round.ended(4)
         assert len(round.plans()) == 1
         assert len(round.reduced[first].plan.members) == 4
 
@@ -68,8 +74,7 @@ async def test_a_connected_member_is_waited_for_although_it_is_behind(autojump_c
         assert not round.reduced
         round.begin(late)
         with trio.fail_after(5):
-            while len(round.reduced) < 3:
-                await trio.sleep(0.1)
+            await round.ended(3)
         assert len(round.plans()) == 1
 
 
@@ -81,8 +86,7 @@ async def test_a_member_that_is_behind_and_never_comes_costs_the_grace(autojump_
         round = Reduction(nursery)
         started = trio.current_time()
         round.begin(*quick)
-        while len(round.reduced) < 2:
-            await trio.sleep(0.1)
+        await round.ended(2)
         assert trio.current_time() - started <= swarm.times.grace + swarm.times.slack + 1
         assert len(round.plans()) == 1
 
@@ -99,8 +103,7 @@ async def test_a_member_goes_over_to_a_better_placed_coordinator(autojump_clock,
         await trio.sleep(1)
         round.begin(first)
         with trio.fail_after(60):
-            while len(round.reduced) < 2:
-                await trio.sleep(0.1)
+            await round.ended(2)
         assert set(round.reduced) == {first, third}
         assert len(round.plans()) == 1
         nursery.cancel_scope.cancel()
