@@ -213,7 +213,7 @@ class Membership:
             if mine is None or member.tip is None or not member.active or self._doubted(member.peer, DOUBTS):
                 continue
             ahead = member.tip.revision - mine.revision
-            if member.tip == mine if ahead == 0 else -1 <= ahead <= NEAR:
+            if member.tip.digest == mine.digest if ahead == 0 else -1 <= ahead <= NEAR:
                 found.append(member.peer)
         return sorted(found)
 
@@ -229,7 +229,7 @@ class Membership:
             if mine is None or member.tip is None or self._doubted(member.peer, DOUBTS):
                 continue
             behind = member.tip.revision < mine.revision <= member.progressed + PATIENCE
-            if behind or member.tip == mine:
+            if behind or member.tip.digest == mine.digest:
                 found.add(member.peer)
         return sorted(found)
 

@@ -297,7 +297,7 @@ class Leadership:
     async def _announce(self, peer: PeerId) -> None:
         """Tells a member that the window is open, and asks again until it is ready: it may have gone to another one."""
         coordinator, times = self.coordinator, self._times
-        while peer not in coordinator.candidates and coordinator.collecting:
+        while coordinator.closes is not None and coordinator.collecting and peer not in coordinator.candidates:
             remaining = max(0.0, coordinator.closes - times.slack - trio.current_time())
             question = RoundOpen(self._run, self._tag, self.revision, coordinator.base, remaining)
             try:
