@@ -82,11 +82,13 @@ class Chaos:
         self.heal()
         self.resume()
         await trio.sleep(SETTLE)
-        for name, peer in self.swarm.peers.items():
-            if name in self.alive and peer.ended.is_set():
-                self._launch(name)  # it could not reach anybody
-        if "a" not in self.alive and not any(peer.events("validation") for peer in self.alive.values()):
-            self._launch("a")  # nobody else has a state yet: the founder has to come back
+        lonely = [name for name in self.alive if self.swarm.peers[name].ended.is_set()]  # they could not reach anybody
+        stateless = not any(peer.events("validation") for peer in self.alive.values())
+        if "a" not in self.alive and (lonely or stateless):
+            self._launch("a")  # the founder has to come back: the ticket names nobody else, or nobody else has a state
+            await trio.sleep(SETTLE)
+        for name in lonely:
+            self._launch(name)
         self.note("calm")
 
     def _launch(self, name):
