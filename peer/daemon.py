@@ -179,6 +179,7 @@ class _Daemon:
             manifest.run_id,
             settings=RoundTimes(grace=settings.round.grace),
             members=membership.partners,
+            expected=membership.expected,
             report=self._report,
             admits=membership.knows,
             max_weight=settings.limits.weight,
