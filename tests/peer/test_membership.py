@@ -94,7 +94,8 @@ async def test_a_better_tip_is_one_to_fetch(autojump_clock, mesh, site):
         for tip, better in [
             (Tip(3, 10.0, b"d" * 32), False),  # ours
             (Tip(4, 12.0, b"e" * 32), False),  # the round that we are about to finish
-            (Tip(5, 14.0, b"f" * 32), True),  # we fell behind
+            (Tip(5, 14.0, b"f" * 32), False),  # the results of two rounds will do
+            (Tip(6, 16.0, b"f" * 32), True),  # we fell behind
             (Tip(3, 11.0, b"g" * 32), True),  # a heavier branch
             (Tip(2, 11.0, b"h" * 32), True),
             (Tip(3, 10.0, b"c" * 32), True),  # as heavy, lower digest
