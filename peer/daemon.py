@@ -11,13 +11,14 @@ import attrs
 import torch
 import trio
 
-from dht import DHT, members_key
+from dht import DHT
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
 from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
 from peer.failure import first_cause
+from peer.finding import find_manifest
 from peer.home import Home, HomeError, write_atomically
 from peer.manifest import Manifest
 from peer.membership import Membership
@@ -27,7 +28,7 @@ from peer.reach import Reach, book_entries, read_book, write_book
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
-from peer.sync import Donor, fetch_manifest
+from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
@@ -240,27 +241,7 @@ class _Daemon:
             if own.run_id != run:
                 raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
             return own
-        problem: ShoalError | None = None
-        members = await self._dht.get(members_key(run))
-        for peer in dict.fromkeys([*self.endpoint.connected, *members]):
-            if peer == self.endpoint.peer_id:
-                continue
-            try:
-                if not self.endpoint.addresses(peer):
-                    for contact in await self._dht.find(peer):
-                        self.endpoint.learn(contact.peer, *contact.addresses)
-                manifest = Manifest.parse(await fetch_manifest(self.endpoint, peer, run))
-            except RequestRefused as error:
-                if error.code not in ("unknown_run", "unknown_type"):  # as helpers, and peers of other runs, have to
-                    problem = error
-                continue
-            except ShoalError as error:
-                problem = error
-                continue
-            if manifest.run_id == run:
-                return manifest
-            problem = RequestRefused(f"peer {peer} sent the manifest of another run", code="wrong_manifest")
-        raise problem or PeerUnreachable("no peer of this run was found", hint="ask for a fresh ticket")
+        return (await find_manifest(self.endpoint, self._dht, run))[0]
 
     def _home_manifest(self) -> Manifest | None:
         path = self._home.manifest

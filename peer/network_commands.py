@@ -91,16 +91,15 @@ def doctor(
     """
     import trio
 
-    from peer.doctor import Patient, examine
-    from peer.doctor_report import Report
+    from peer.doctor import Patient, Report, examine
 
     text = sys.stdin.readline().strip() if target == "-" else target
     patient = Patient.of(options.path, listen, text, map_port=not no_map, now=time.time())
-    report = Report(live=not as_json)
+    report = Report(as_json=as_json)
     trio.run(examine, patient, report.add)
-    report.finish(reached=text is not None)
-    if report.exit_code:
-        raise typer.Exit(report.exit_code)
+    code = report.finish()
+    if code:
+        raise typer.Exit(code)
 
 
 def peers(

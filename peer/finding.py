@@ -1,0 +1,45 @@
+"""Finding a run's manifest: its members are looked for among those we are connected to, and in the DHT."""
+
+from __future__ import annotations
+
+from dht import DHT, members_key
+from peer.manifest import Manifest
+from peer.sync import fetch_manifest
+from protocol.endpoint import Endpoint
+from protocol.errors import PeerUnreachable, RequestRefused, ShoalError
+from protocol.identity import PeerId
+
+
+async def find_manifest(endpoint: Endpoint, dht: DHT, run: bytes) -> tuple[Manifest, PeerId]:
+    """The manifest of a run, from the first peer that has the right one, and that peer.
+
+    Args:
+        endpoint: Ours.
+        dht: Ours; it has been joined.
+        run: The run's id.
+
+    Raises:
+        PeerUnreachable: No member of the run is known, or none can be reached.
+        RequestRefused, ManifestError: Those that were asked had no manifest that we can use.
+    """
+    problem: ShoalError | None = None
+    members = await dht.get(members_key(run))
+    for peer in dict.fromkeys([*endpoint.connected, *members]):
+        if peer == endpoint.peer_id:
+            continue
+        try:
+            if not endpoint.is_connected(peer):
+                for contact in await dht.find(peer):
+                    endpoint.learn(contact.peer, *contact.addresses)
+            manifest = Manifest.parse(await fetch_manifest(endpoint, peer, run))
+        except RequestRefused as error:
+            if error.code not in ("unknown_run", "unknown_type"):  # as peers of other runs, and helpers, have to
+                problem = error
+            continue
+        except ShoalError as error:
+            problem = error
+            continue
+        if manifest.run_id == run:
+            return manifest, peer
+        problem = RequestRefused(f"peer {peer} sent the manifest of another run", code="wrong_manifest")
+    raise problem or PeerUnreachable("no peer of this run was found", hint="ask for a fresh ticket")
