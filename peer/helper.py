@@ -22,7 +22,7 @@ from peer.probe import Prober
 from peer.reach import Reach, book_entries, read_book, write_book
 from peer.status import member_status
 from peer.ticket import Ticket
-from protocol.endpoint import Endpoint, Limits, PeerConnected
+from protocol.endpoint import Endpoint, Limits, PeerConnected, PeerLost
 from protocol.errors import PeerUnreachable
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
@@ -83,15 +83,19 @@ async def run_helper(
         rng=rng,
     )
     helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng))
+    reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
             await helper.run(nursery, task_status)
-    except BaseExceptionGroup as group:
-        raise first_cause(group) from group
+    except BaseException as error:
+        cause = first_cause(error)
+        if cause is error or isinstance(cause, trio.Cancelled):
+            raise
+        reason = str(cause)
+        raise cause from error
     finally:
-        config.events.emit(
-            "stopped", reason="cancelled", bytes_sent=endpoint.bytes_sent, bytes_received=endpoint.bytes_received
-        )
+        sent, received = endpoint.bytes_sent, endpoint.bytes_received
+        config.events.emit("stopped", reason=reason, bytes_sent=sent, bytes_received=received)
 
 
 class _Helper:
@@ -135,8 +139,8 @@ class _Helper:
                 for peer in {str(peer) for peer in self._endpoint.connected} ^ here:
                     self._note(here, peer, "unknown" if peer in here else None)
                 async for change in changes:
-                    reason = None if isinstance(change, PeerConnected) else change.reason
-                    self._note(here, str(change.peer), reason)
+                    if isinstance(change, (PeerConnected, PeerLost)):
+                        self._note(here, str(change.peer), change.reason if isinstance(change, PeerLost) else None)
             # We could not keep up with the changes: look at who is connected, and go on from there.
 
     def _note(self, here: set[str], peer: str, lost: str | None) -> None:

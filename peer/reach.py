@@ -61,14 +61,16 @@ class Reach:
             return
 
         def take(mapping: Mapping | None) -> None:
-            before, self._mapping = self._mapping, mapping
+            before, addresses = self._mapping, self.addresses
+            self._mapping = mapping
             if mapping is not None:
                 self._events.emit(
                     "mapped", address=str(mapping.external), method=mapping.method, behind_nat=mapping.behind_nat
                 )
             elif before is not None:
                 self._events.emit("unmapped", address=str(before.external))
-            changed()
+            if self.addresses != addresses:
+                changed()
 
         await keep_mapped(bound.port, on_change=take)
 
