@@ -70,6 +70,8 @@ def describe(event: Event) -> str | None:
     match event["event"]:
         case "started":
             return f"peer {peer} listens on {event.get('address')}"
+        case "bootstrap_failed":
+            return f"nobody to begin with can be reached, and will be tried again: {reason}"
         case "mapped":
             inside = "; but the router is behind another one" if event.get("behind_nat") else ""
             return f"the router maps {event.get('address')} to this peer ({event.get('method')}){inside}"

@@ -223,8 +223,10 @@ class _Daemon:
         try:
             await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
-            if ticket is None:
-                return  # the founder of a run that everybody has left goes on with it alone
+            if ticket is None:  # the founder of a run that everybody has left goes on with it alone
+                if self._config.bootstrap:
+                    self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
+                return
             if isinstance(error.__cause__, HandshakeError):
                 raise error.__cause__ from None
             raise PeerUnreachable(

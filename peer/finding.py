@@ -28,9 +28,8 @@ async def find_manifest(endpoint: Endpoint, dht: DHT, run: bytes) -> tuple[Manif
         if peer == endpoint.peer_id:
             continue
         try:
-            if not endpoint.is_connected(peer):
-                for contact in await dht.find(peer):
-                    endpoint.learn(contact.peer, *contact.addresses)
+            if not endpoint.is_connected(peer) and peer not in {contact.peer for contact in await dht.find(peer)}:
+                continue  # its record outlives it for a while; whoever is there has answered just now
             manifest = Manifest.parse(await fetch_manifest(endpoint, peer, run))
         except RequestRefused as error:
             if error.code not in ("unknown_run", "unknown_type"):  # as peers of other runs, and helpers, have to

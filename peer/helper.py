@@ -128,8 +128,11 @@ class _Helper:
         """Joins the others, if there are any. Whoever is not there now is tried again by the DHT."""
         ticket = self._config.ticket
         contacts = [*(ticket.bootstrap if ticket else ()), *self._config.bootstrap, *read_book(self._config.home)]
-        with contextlib.suppress(PeerUnreachable):
+        try:
             await self._dht.bootstrap(contacts)
+        except PeerUnreachable as error:
+            if ticket is not None or self._config.bootstrap:
+                self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
 
     async def _watch(self) -> None:
         """Reports who comes and goes."""

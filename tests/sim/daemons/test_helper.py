@@ -142,6 +142,21 @@ async def test_a_private_run_needs_a_helper_with_its_key(simulated_swarm, helper
     await c.until_round(1)
 
 
+async def test_a_founder_begins_without_a_helper_that_is_not_there_yet(simulated_swarm, helper, autojump_clock):
+    home = Home(simulated_swarm.home("helper").path)
+    contact = (home.identity.peer_id, HELPER)
+    simulated_swarm.settings = attrs.evolve(simulated_swarm.settings, run=RunSettings(rounds=0))
+    a = await simulated_swarm.start("a", bootstrap=(contact,))
+    (failure,) = a.events("bootstrap_failed")
+    assert "helper:4000" in failure["reason"]
+    assert contact in simulated_swarm.ticket.bootstrap
+    found = await helper()
+    assert found.contact == contact
+    await trio.sleep(90.0)
+    assert str(a.id) in found.seen
+    await simulated_swarm.start("b", ticket=attrs.evolve(simulated_swarm.ticket, bootstrap=(contact,)))
+
+
 async def test_a_port_that_is_taken(simulated_swarm, helper, autojump_clock):
     await simulated_swarm.network.transport("helper").listen(HELPER)
     with pytest.raises(AddressError):
