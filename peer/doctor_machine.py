@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -33,20 +34,18 @@ LOW_MEMORY: Final = 2_000_000_000
 
 
 async def examine(patient: Patient, examination: Examination) -> None:
-    """Takes all steps of this module."""
-    slow = "the machine may be overloaded, or a disk may hang"
+    """Takes all steps of this module but that about the accelerator, which is for the background."""
 
-    async def step(name: str, limit: float, check: Callable[[], Findings]) -> None:
+    async def step(name: str, check: Callable[[], Findings]) -> None:
         async def in_thread() -> Findings:
             return await trio.to_thread.run_sync(check, abandon_on_cancel=True)
 
-        await examination.step(name, limit, in_thread, slow)
+        await examination.step(name, 3.0, in_thread, "the machine may be overloaded, or a disk may hang")
 
-    await step("python", 3.0, python)
-    await step("home", 3.0, partial(home, patient.home))
-    await step("disk", 3.0, partial(disk, patient.home))
-    await step("memory", 3.0, memory)
-    await step("accelerator", 12.0, accelerator)
+    await step("python", python)
+    await step("home", partial(home, patient.home))
+    await step("disk", partial(disk, patient.home))
+    await step("memory", memory)
 
 
 def python() -> Findings:
@@ -119,24 +118,46 @@ def available_memory() -> int | None:
         return None
 
 
-def accelerator() -> Findings:
-    """What would train: `--device auto`."""
+async def accelerator() -> Findings:
+    """What would train: `--device auto`.
+
+    PyTorch is loaded in a process of its own. That takes seconds, and on a busy machine many; meanwhile the other steps
+    go on, and what they measure is not disturbed.
+    """
     try:
-        import torch
-    except ImportError as error:
+        result = await trio.run_process(
+            [sys.executable, "-c", _LOOK_AT_DEVICE], capture_stdout=True, capture_stderr=True, check=False
+        )
+    except OSError as error:
+        return [Finding("accelerator", "warn", f"not known: Python cannot be started: {error}", "is memory short?")]
+    try:
+        found = json.loads(result.stdout)
+    except ValueError:
+        last = (result.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         advice = "install PyTorch again: pip install torch"
-        return [Finding("accelerator", "fail", f"PyTorch cannot be loaded: {error}", advice)]
+        return [Finding("accelerator", "fail", f"PyTorch cannot be loaded: {last}", advice)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not torch.cuda.is_available():
-        hint = "" if torch.version.cuda is None else ", though PyTorch is built for CUDA"
+    if found["name"] is None:
+        hint = ", though PyTorch is built for CUDA" if found["built"] else ""
         return [Finding("accelerator", "ok", f"none{hint}: {cores} processor cores will train")]
+    if found["error"] is not None:
+        message = f"{found['name']} does not work: {found['error']}"
+        return [Finding("accelerator", "fail", message, "update the driver, or train with --device cpu")]
+    return [Finding("accelerator", "ok", f"{found['name']} with {size(found['memory'])}")]
+
+
+_LOOK_AT_DEVICE: Final = """
+import json, torch
+found = {"name": None, "built": torch.version.cuda is not None, "error": None, "memory": 0}
+if torch.cuda.is_available():
+    found["name"] = torch.cuda.get_device_name()
     try:
+        found["memory"] = torch.cuda.get_device_properties(0).total_memory
         torch.ones(8, device="cuda").sum().item()
     except RuntimeError as error:
-        message = f"{torch.cuda.get_device_name()} does not work: {str(error).partition(chr(10))[0]}"
-        return [Finding("accelerator", "fail", message, "update the driver, or train with --device cpu")]
-    total = torch.cuda.get_device_properties(0).total_memory
-    return [Finding("accelerator", "ok", f"{torch.cuda.get_device_name()} with {size(total)}")]
+        found["error"] = str(error).splitlines()[0]
+print(json.dumps(found))
+"""
 
 
 def _existing(path: Path) -> Path:

@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import random
 import socket
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import attrs
@@ -14,7 +13,8 @@ import trio
 
 from dht import DHT
 from peer.console import size
-from peer.doctor import Examination, Finding, Findings, Patient, Verdict
+from peer.doctor import Examination, Finding, Findings, Later, Patient, Verdict
+from peer.finding import find_manifest
 from peer.home import Home
 from peer.probe import Measurement, measure
 from peer.reach import UNSPECIFIED, is_loopback, outward_host
@@ -74,7 +74,7 @@ class Network:
         """Takes all steps. The endpoint runs in the nursery, also after this."""
         step, contacts = self.examination.step, self.patient.contacts
         await step("port", 3.0, partial(self._listen, nursery), "use another --listen", late="fail")
-        mapping = _Later(self._map) if self._can_map() else None
+        mapping = Later(self._map) if self._can_map() else None
         if mapping is not None:
             nursery.start_soon(mapping.run)  # a router that does not answer takes long, and nobody else has to wait
         if self._bound is not None:
@@ -180,9 +180,6 @@ class Network:
 
     async def _run(self, nursery: trio.Nursery) -> Findings:
         """Whether the run of the ticket is to be found, as a newcomer would."""
-        # Loads PyTorch, unless an earlier step has.
-        from peer.finding import find_manifest
-
         assert self.patient.run is not None
         dht = DHT(self.endpoint, self.identity, rng=random.Random())
         await nursery.start(dht.run)
@@ -257,7 +254,7 @@ class Network:
                 answers.append(f"{grant.external} ({router.method}{inside})")
                 await router.unmap(port)
             except MappingFailed as error:
-                refusals.append(f"{router.method}: {error}")
+                refusals.append(f"{router.method}: {str(error).removeprefix('UPnP: ')}")
 
         async with trio.open_nursery() as nursery:
             for router in routers(None if gateway is None else Address(gateway, natpmp.PORT)):
@@ -266,9 +263,7 @@ class Network:
         if answers:
             return [Finding("mapping", "ok", f"the router maps {', '.join(sorted(answers))}; removed again")]
         reason = "there is no router" if gateway is None else "; ".join(sorted(refusals))
-        advice = (
-            "peers that nobody can dial take part too; to be dialled, forward a port in the router, and --announce it"
-        )
+        advice = "others may not be able to dial this machine: forward a port in the router, and --announce it"
         return [Finding("mapping", "warn", f"no port was mapped: {reason}", advice)]
 
     async def _nat(self) -> Findings:
@@ -285,23 +280,6 @@ class Network:
             return [Finding("nat", "ok", f"{message}; it maps a port")]
         advice = "others cannot dial this machine; forward a port in the router, and --announce it"
         return [Finding("nat", "warn", message, advice)]
-
-
-class _Later:
-    """A check that runs in the background until its step is due."""
-
-    def __init__(self, check: Callable[[], Awaitable[Findings]]) -> None:
-        self._check = check
-        self._done = trio.Event()
-        self._findings: Findings = ()
-
-    async def run(self) -> None:
-        self._findings = await self._check()
-        self._done.set()
-
-    async def result(self) -> Findings:
-        await self._done.wait()
-        return self._findings
 
 
 def explain(error: ShoalError) -> tuple[str, str]:

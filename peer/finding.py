@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from dht import DHT, members_key
 from peer.manifest import Manifest
-from peer.sync import fetch_manifest
 from protocol.endpoint import Endpoint
 from protocol.errors import PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.wire import message
+
+Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+@message("run.manifest")
+class ManifestRequest:
+    """Asks for the manifest of a run."""
+
+    run: Bytes32
+
+
+@message("run.manifest.reply")
+class ManifestReply:
+    """The manifest's TOML text."""
+
+    text: Annotated[str, msgspec.Meta(max_length=65536)]
+
+
+async def fetch_manifest(endpoint: Endpoint, peer: PeerId, run: bytes) -> str:
+    """The manifest's text as `peer` has it. Whether it is the run's is for the caller to check.
+
+    Raises:
+        ShoalError: The peer cannot be reached, or refuses.
+    """
+    return (await endpoint.request(peer, ManifestRequest(run), ManifestReply)).text
 
 
 async def find_manifest(endpoint: Endpoint, dht: DHT, run: bytes) -> tuple[Manifest, PeerId]:

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import random
 import time
@@ -13,11 +14,11 @@ from peer import doctor_machine, doctor_network
 from peer.contact import named
 from peer.doctor import LIMIT, Examination, Finding, Patient, Report, examine
 from peer.doctor_network import explain
+from peer.finding import ManifestReply, ManifestRequest
 from peer.home import Home
 from peer.manifest import Manifest
 from peer.probe import Prober
 from peer.settings import MembershipSettings, Settings
-from peer.sync import ManifestReply, ManifestRequest
 from peer.ticket import Ticket, TicketError
 from protocol.endpoint import Endpoint
 from protocol.errors import AddressError, HandshakeError, MappingFailed, PeerUnreachable, RequestRefused
@@ -35,10 +36,12 @@ KEY = b"k" * 32
 def healthy_machine(monkeypatch):
     """Leaves the steps about the machine out."""
 
-    async def skip(patient, examination):
+    async def skip(*patient_and_examination):
         await trio.lowlevel.checkpoint()
+        return []
 
     monkeypatch.setattr(doctor_machine, "examine", skip)
+    monkeypatch.setattr(doctor_machine, "accelerator", skip)
 
 
 @pytest.fixture
@@ -397,6 +400,25 @@ def test_memory(monkeypatch, free, verdict):
     assert doctor_machine.memory()[0].verdict == verdict
 
 
-def test_the_accelerator():
-    (finding,) = doctor_machine.accelerator()
-    assert finding.verdict in ("ok", "fail")
+async def test_the_accelerator():
+    (finding,) = await doctor_machine.accelerator()
+    assert finding.verdict == "ok"
+
+
+GPU = {"name": "GPU", "built": True, "error": None, "memory": 8_000_000_000}
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "message"),
+    [
+        (f"print({json.dumps(GPU)!r})", "ok", "GPU with 8.0 GB"),
+        (f"print({json.dumps({**GPU, 'error': 'old driver'})!r})", "fail", "old driver"),
+        (f"print({json.dumps({**GPU, 'name': None})!r})", "ok", "though PyTorch is built for CUDA"),
+        ("import no_such_torch", "fail", "No module named 'no_such_torch'"),
+    ],
+)
+async def test_accelerators(monkeypatch, program, verdict, message):
+    monkeypatch.setattr(doctor_machine, "_LOOK_AT_DEVICE", program)
+    (finding,) = await doctor_machine.accelerator()
+    assert finding.verdict == verdict
+    assert message in finding.message

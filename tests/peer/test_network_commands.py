@@ -109,10 +109,12 @@ def test_serve_that_fails(shoal, helper, home):
 
 @pytest.fixture
 def healthy_machine(monkeypatch):
-    async def skip(patient, examination):
+    async def skip(*patient_and_examination):
         await trio.lowlevel.checkpoint()
+        return []
 
     monkeypatch.setattr(doctor_machine, "examine", skip)
+    monkeypatch.setattr(doctor_machine, "accelerator", skip)
 
 
 def test_doctor_without_a_target(shoal, healthy_machine):
