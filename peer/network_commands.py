@@ -38,7 +38,7 @@ def serve(
     from peer.status import StatusFile
     from peer.ticket import Ticket
 
-    parsed = Ticket.parse(sys.stdin.readline() if ticket == "-" else ticket, time.time()) if ticket else None
+    parsed = None if ticket is None else Ticket.parse(_given(ticket), time.time())
     home = Home(options.path)
     with ended_by_sigterm(), home.lock(), EventLog(options.events, home.identity.peer_id) as events:
         status_file = StatusFile(home.status, events, str(home.identity.peer_id))
@@ -93,7 +93,7 @@ def doctor(
 
     from peer.doctor import Patient, Report, examine
 
-    text = sys.stdin.readline().strip() if target == "-" else target
+    text = None if target is None else _given(target)
     patient = Patient.of(options.path, listen, text, map_port=not no_map, now=time.time())
     report = Report(as_json=as_json)
     trio.run(examine, patient, report.add)
@@ -138,3 +138,10 @@ def top(options: HomeOptions) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ShoalError("`shoal top` needs a terminal", hint="`shoal peers` and `shoal status` do not")
     watch(look)
+
+
+def _given(text: str) -> str:
+    """What stands on the command line, or comes in by a pipe."""
+    from peer.ticket import MAX_TICKET
+
+    return sys.stdin.read(2 * MAX_TICKET + 1) if text == "-" else text

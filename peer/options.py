@@ -131,6 +131,9 @@ class NodeOptions(PeerOptions):
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Processor threads for training. Default: all.")
     ] = None
+    linger: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Stay so long after the last round, for newcomers.")
+    ] = 0.0
 
 
 def _setting(table: str, key: str, **options: Any) -> Any:  # noqa: ANN401 - attrs types its fields by annotation
