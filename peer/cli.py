@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import attrs
 import typer
 
+from peer import network_commands
 from peer.options import HomeOptions, NodeOptions, SettingsOptions, spread
 from peer.text import printable
 from protocol.errors import (
@@ -235,6 +236,7 @@ def status(
             "daemon": f"running, process {current.pid}" if running else "not running; this was its last word",
             "peer": current.peer,
             "address": current.address,
+            "mapped": current.mapped,
             "run": current.run,
             "now": summary(current),
             "validation": None if current.validation is None else f"{current.validation:.4f} nats per byte",
@@ -321,6 +323,12 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
+command("shoal serve --listen 0.0.0.0:4711 --announce helper.example.org:4711")(network_commands.serve)
+command("shoal doctor shoal:mfrggzdf…")(network_commands.doctor)
+command("shoal peers --json")(network_commands.peers)
+command("shoal top")(network_commands.top)
+
+
 def _founded(file: Path | None, tables: dict[str, dict[str, object]], node: NodeOptions, home: Home) -> Manifest:
     """The manifest of the run to found, or to go on with."""
     from peer.manifest import Manifest, settings_from, warnings
@@ -359,6 +367,17 @@ def _run_node(
     from peer.home import write_atomically
     from peer.status import StatusFile
 
+    def keep_ticket(current: Ticket) -> None:
+        for path in filter(None, (home.ticket, node.ticket_file)):
+            try:
+                write_atomically(path, f"{current.encode()}\n".encode())
+            except OSError as error:
+                raise ShoalError(f"the ticket cannot be written to {path}: {error.strerror}") from error
+
+    def replace_ticket(current: Ticket) -> None:
+        with contextlib.suppress(ShoalError):  # the first one was written, and is still of use
+            keep_ticket(current)
+
     with ended_by_sigterm(), home.lock(), EventLog(node.events, home.identity.peer_id) as events:
         # Only now, when all that a user may have got wrong is checked: this imports torch.
         from peer.daemon import DaemonConfig, run_daemon
@@ -367,6 +386,9 @@ def _run_node(
             home=home,
             listen=node.listen,
             announce=node.announce,
+            map_port=not node.no_map,
+            bootstrap=node.contacts,
+            on_ticket=replace_ticket,
             data=node.data,
             events=events,
             device=_device(node.device),
@@ -384,12 +406,7 @@ def _run_node(
         events.subscribe(console.show)
 
         def on_ready(ready: Ticket) -> None:
-            text = ready.encode()
-            for path in filter(None, (home.ticket, node.ticket_file)):
-                try:
-                    write_atomically(path, f"{text}\n".encode())
-                except OSError as error:
-                    raise ShoalError(f"the ticket cannot be written to {path}: {error.strerror}") from error
+            keep_ticket(ready)
             if on_ticket is not None:
                 on_ticket(ready)
             console.go_live()

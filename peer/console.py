@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from peer.events import Event
-    from peer.status import Status
+    from peer.status import MemberStatus, Status
 
 _REFRESH: Final = 4.0  # times a second
 DELIBERATE: Final = ("finished", "cancelled")  # reasons for which a peer stops without a fault
@@ -70,6 +70,13 @@ def describe(event: Event) -> str | None:
     match event["event"]:
         case "started":
             return f"peer {peer} listens on {event.get('address')}"
+        case "bootstrap_failed":
+            return f"nobody to begin with can be reached, and will be tried again: {reason}"
+        case "mapped":
+            inside = "; but the router is behind another one" if event.get("behind_nat") else ""
+            return f"the router maps {event.get('address')} to this peer ({event.get('method')}){inside}"
+        case "unmapped":
+            return f"the router no longer maps {event.get('address')} to this peer"
         case "peer_seen":
             return f"peer {peer} is here"
         case "peer_lost":
@@ -96,13 +103,41 @@ def describe(event: Event) -> str | None:
 def summary(status: Status) -> str:
     """The status on one line."""
     peers = len(status.neighbours)
-    parts = [status.activity, f"round {status.revision}", f"{peers} other peer{'' if peers == 1 else 's'}"]
+    others = f"{peers} other peer{'' if peers == 1 else 's'}"
+    if status.activity == "serving":
+        return f"serving · {others}"
+    parts = [status.activity, f"round {status.revision}", others]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
     if status.tokens_per_second:
         parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
     parts.append(f"sent {size(status.bytes_sent)}, received {size(status.bytes_received)}")
     return " · ".join(parts)
+
+
+def member_lines(status: Status) -> list[str]:
+    """The members as a table, with a heading; empty if there are none."""
+    if not status.members:
+        return []
+    rows = [("peer", "address", "path", "rtt", "round"), *map(member_row, status.members)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def member_row(member: MemberStatus) -> tuple[str, str, str, str, str]:
+    """One member: peer, address, path, round-trip time, round."""
+    rtt = "-" if member.rtt is None else f"{member.rtt * 1000:.1f} ms"
+    revision = "-" if member.revision is None else str(member.revision)
+    return member.peer[:_SHORT], member.address or "-", member.path, rtt, revision
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 2 h 05 min."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def size(count: float) -> str:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import attrs
 import torch
 import trio
 
-from dht import DHT, members_key
+from dht import DHT
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
+from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
 from peer.failure import first_cause
+from peer.finding import find_manifest
 from peer.home import Home, HomeError, write_atomically
 from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
+from peer.probe import Prober
+from peer.reach import Reach, book_entries, read_book, write_book
 from peer.settings import Settings
 from peer.state import Tip
-from peer.sync import Donor, fetch_manifest
+from peer.status import member_status
+from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
@@ -39,17 +42,13 @@ from protocol.transport import Address, Transport
 BOOK_PERIOD = 1.0
 """Seconds between two writes of the address book, at least."""
 
-MAX_BOOK = 200
-"""Addresses in the book."""
-
 MEMORY_PER_PARAMETER = 96
 """Bytes. For good: local parameters, gradients, two moments, the copy under evaluation, the round's anchor (24); outer
 parameters and momentum of two states (16); three results (12). For a moment: a contribution and the ring's buffer (8),
 or the next state and the tensors that a checkpoint is written from (up to 36)."""
 
-UNSPECIFIED = ("0.0.0.0", "::")
-
-Contact = tuple[PeerId | None, Address]
+MEMBERS_PERIOD = 1.0
+"""Seconds between two looks at the members for the status."""
 
 
 class WrongHome(HomeError):
@@ -69,6 +68,12 @@ class DaemonConfig:
     events: EventLog
     data: str = "stdlib"
     announce: Address | None = None
+    map_port: bool = False
+    """Ask the home's gateway for a port, unless an address is announced."""
+    bootstrap: tuple[Contact, ...] = ()
+    """Peers to ask besides those of the ticket; in every ticket of ours."""
+    on_ticket: Callable[[Ticket], None] = lambda ticket: None
+    """Called with each ticket that replaces the first one, as addresses change."""
     device: str = "cpu"
     threads: int = 1
     max_upload: int | None = None
@@ -142,6 +147,8 @@ class _Daemon:
             rng=self._rng,
         )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
+        self._reach = Reach(self.endpoint, self._events, config.announce)
+        Prober(self.endpoint)
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
@@ -190,13 +197,16 @@ class _Daemon:
         await nursery.start(rounds.run)
         membership.meet(self.endpoint.connected)
         nursery.start_soon(self._keep_book, membership)
+        nursery.start_soon(self._tell_members, membership)
         self._events.emit(
             "started",
-            address=str(self._address()),
+            address=str(self._reach.addresses[0]),
             run=manifest.run_id,
             parameters=trainer.flat.length,
         )
         task_status.started(self._ticket(manifest))
+        if config.map_port:
+            nursery.start_soon(self._reach.keep_mapped, lambda: config.on_ticket(self._ticket(manifest)))
         node = Node(
             run_id=manifest.run_id,
             settings=settings,
@@ -216,13 +226,14 @@ class _Daemon:
     async def _bootstrap(self) -> None:
         """Reaches the peers that the ticket and the address book name."""
         ticket = self._config.ticket
-        contacts: list[Contact] = list(ticket.bootstrap) if ticket else []
-        contacts += _read_book(self._home)
+        contacts = [*(ticket.bootstrap if ticket else ()), *self._config.bootstrap, *read_book(self._home)]
         try:
             await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
-            if ticket is None:
-                return  # the founder of a run that everybody has left goes on with it alone
+            if ticket is None:  # the founder of a run that everybody has left goes on with it alone
+                if self._config.bootstrap:
+                    self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
+                return
             if isinstance(error.__cause__, HandshakeError):
                 raise error.__cause__ from None
             raise PeerUnreachable(
@@ -239,20 +250,7 @@ class _Daemon:
             if own.run_id != run:
                 raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
             return own
-        problem: ShoalError | None = None
-        members = await self._dht.get(members_key(run))
-        for peer in dict.fromkeys([*self.endpoint.connected, *members]):
-            if peer == self.endpoint.peer_id:
-                continue
-            try:
-                manifest = Manifest.parse(await fetch_manifest(self.endpoint, peer, run))
-            except ShoalError as error:
-                problem = error
-                continue
-            if manifest.run_id == run:
-                return manifest
-            problem = RequestRefused(f"peer {peer} sent the manifest of another run", code="wrong_manifest")
-        raise problem or PeerUnreachable("no peer of this run was found", hint="ask for a fresh ticket")
+        return (await find_manifest(self.endpoint, self._dht, run))[0]
 
     def _home_manifest(self) -> Manifest | None:
         path = self._home.manifest
@@ -290,19 +288,31 @@ class _Daemon:
         fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
         self._events.emit(event.event, **fields)
 
-    def _address(self) -> Address:
-        """Where others reach us, as far as we know."""
-        if self._config.announce is not None:
-            return self._config.announce
-        bound = self.endpoint.address
-        assert bound is not None
-        return Address(_outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
-
     def _ticket(self, manifest: Manifest) -> Ticket:
-        """A ticket that names us first and then other peers that we know."""
-        others = dict(reversed(self._dht.contacts()))
-        bootstrap = [(self.endpoint.peer_id, self._address()), *others.items()]
-        return Ticket(manifest.run_id, tuple(bootstrap[:MAX_BOOTSTRAP]), self._swarm_key)
+        """A ticket that names us first, then the peers that were given to us, and then others that we know."""
+        known = self._dht.contacts()
+        freshest = {peer for peer, _ in known}
+        given = [*self._config.bootstrap]
+        if self._config.ticket is not None:
+            given += [contact for contact in self._config.ticket.bootstrap if contact[0] in freshest]
+        named = {peer for peer, _ in given} | {self.endpoint.peer_id}
+        others = {peer: address for peer, address in reversed(known) if peer not in named}
+        own = [(self.endpoint.peer_id, address) for address in self._reach.addresses]
+        bootstrap = tuple(dict.fromkeys([*own, *given, *others.items()]))
+        return Ticket(manifest.run_id, bootstrap[:MAX_BOOTSTRAP], self._swarm_key)
+
+    async def _tell_members(self, membership: Membership) -> None:
+        """Keeps the status up to date about the members."""
+        told: list[Mapping[str, object]] = []
+        while True:
+            members = [
+                member_status(self.endpoint, member.peer, None if member.tip is None else member.tip.revision)
+                for member in membership.others
+            ]
+            if members != told:
+                told = members
+                self._events.tell("members", members=members)
+            await trio.sleep(MEMBERS_PERIOD)
 
     async def _keep_book(self, membership: Membership) -> None:
         """Writes down whom we know whenever that changes, so that a restart, also after a crash, finds back."""
@@ -312,23 +322,12 @@ class _Daemon:
             members = [member.peer for member in membership.others]
             known = [(peer, address) for peer in members for address in self.endpoint.addresses(peer)]
             known += self._dht.contacts()
-            entries = sorted([str(peer), str(address)] for peer, address in list(dict.fromkeys(known))[:MAX_BOOK])
+            entries = book_entries(known)
             if entries and entries != written:
                 with contextlib.suppress(OSError):  # a full disk is no reason to stop, and the old book is still there
-                    await self._compute(write_atomically, self._home.book, json.dumps(entries).encode())
+                    await self._compute(write_book, self._home, entries)
                     written = entries
             await trio.sleep(BOOK_PERIOD)
-
-
-def _outward_host() -> str:
-    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
-        except OSError:
-            return "127.0.0.1"
-        host: str = probe.getsockname()[0]
-        return host
 
 
 def _swarm_key(config: DaemonConfig) -> bytes | None:
@@ -370,11 +369,3 @@ def _explained(error: BaseException) -> BaseException:
     if isinstance(error, RuntimeError) and "CUDA error" in str(error):
         return ComputeFailed(f"the accelerator failed: {error}", hint="use another --device, or restart the machine")
     return error
-
-
-def _read_book(home: Home) -> Iterable[Contact]:
-    """The peers that were known when this home was last in use. A damaged book is an empty one."""
-    try:
-        return [(PeerId.parse(peer), Address.parse(address)) for peer, address in json.loads(home.book.read_text())]
-    except (OSError, ValueError, TypeError, ShoalError):
-        return []

@@ -62,15 +62,25 @@ class EventLog:
 
         A field `peer` says that the event is about another peer.
         """
-        entry: dict[str, Any] = {"t": round(self._clock(), 6), "peer": self._peer, "event": event}
-        entry.update({name: _plain(value) for name, value in fields.items()})
-        if "peer" in fields:
-            entry["by"] = self._peer
+        entry = self._entry(event, fields)
         with self._lock:
             if self._descriptor is not None:
                 self._write(self._descriptor, json.dumps(entry, allow_nan=False).encode() + b"\n")
         for subscriber in self._subscribers:
             subscriber(entry)
+
+    def tell(self, event: str, **fields: object) -> None:
+        """As `emit`, to subscribers only: for what is true now, and not worth a line in a file."""
+        entry = self._entry(event, fields)
+        for subscriber in self._subscribers:
+            subscriber(entry)
+
+    def _entry(self, event: str, fields: Mapping[str, object]) -> Event:
+        entry: dict[str, Any] = {"t": round(self._clock(), 6), "peer": self._peer, "event": event}
+        entry.update({name: _plain(value) for name, value in fields.items()})
+        if "peer" in fields:
+            entry["by"] = self._peer
+        return entry
 
     def close(self) -> None:
         """Closes the file; later events reach subscribers only."""

@@ -11,25 +11,27 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import attrs
 import trio
 
 from peer.failure import first_cause
-from peer.ticket import Ticket
 
 if TYPE_CHECKING:
     from peer.status import StatusFile
+
+_T = TypeVar("_T")
+_Ready = TypeVar("_Ready", covariant=True)
 
 LEAVE_WITHIN: Final = 1.8  # seconds; with the end of the interpreter, two
 EXIT_CODES: Final = {signal.SIGINT: 130, signal.SIGTERM: 0}  # 0: a service manager's stop is no failure
 
 
-class Daemon(Protocol):
-    """`peer.daemon.run_daemon` with its configuration bound: reports a ticket once it can be joined."""
+class Daemon(Protocol[_Ready]):
+    """`run_daemon` or `run_helper` with its configuration bound: reports how to find it once that is possible."""
 
-    async def __call__(self, *, task_status: trio.TaskStatus[Ticket] = trio.TASK_STATUS_IGNORED) -> None: ...
+    async def __call__(self, *, task_status: trio.TaskStatus[_Ready] = trio.TASK_STATUS_IGNORED) -> None: ...
 
 
 @contextlib.contextmanager
@@ -45,13 +47,13 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def run_in_foreground(daemon: Daemon, status: StatusFile, on_ready: Callable[[Ticket], None]) -> int:
+def run_in_foreground(daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T], None]) -> int:
     """Runs `daemon` to its end and keeps its status file.
 
     Args:
         daemon: What to run.
         status: The status file, written while the daemon runs and once after it.
-        on_ready: Called with the ticket when the daemon can be joined.
+        on_ready: Called with what the daemon reports: its ticket when it can be joined.
 
     Returns:
         The exit code: 0 when the run is over or after SIGTERM, 130 after SIGINT.
@@ -66,7 +68,7 @@ def run_in_foreground(daemon: Daemon, status: StatusFile, on_ready: Callable[[Ti
         raise first_cause(group) from group
 
 
-async def _attend(daemon: Daemon, status: StatusFile, on_ready: Callable[[Ticket], None]) -> int:
+async def _attend(daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T], None]) -> int:
     departure = _Departure()
     try:
         async with trio.open_nursery() as helpers:

@@ -62,7 +62,7 @@ class Home:
         if create:
             with _explained(self.path):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_owner()
+            self.check_owner()
             with _explained(self.checkpoints):
                 self.checkpoints.mkdir(mode=0o700, exist_ok=True)
 
@@ -135,8 +135,12 @@ class Home:
             return True
         return False
 
-    def _check_owner(self) -> None:
-        """Whoever can write here can put another identity in place, so nobody else may."""
+    def check_owner(self) -> None:
+        """Whoever can write here can put another identity in place, so nobody else may.
+
+        Raises:
+            HomeError: Somebody else may, or there is no such directory.
+        """
         with _explained(self.path):
             status = self.path.stat()
         if not stat.S_ISDIR(status.st_mode):

@@ -10,13 +10,16 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
 
 import attrs
 import typer
 
 from protocol.errors import AddressError
 from protocol.transport import Address
+
+if TYPE_CHECKING:
+    from peer.contact import Contact
 
 ANY_PORT: Final = Address("0.0.0.0", 0)
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?(?:/s)?", re.IGNORECASE)
@@ -46,6 +49,16 @@ def parse_address(text: str | Address) -> Address:
         raise typer.BadParameter(f"{error}. {error.hint or ''}".strip()) from error
 
 
+def contact(text: str) -> object:
+    """PEERID@HOST:PORT as a contact; typer prints its error."""
+    from peer.contact import parse_contact
+
+    try:
+        return parse_contact(text)
+    except AddressError as error:
+        raise typer.BadParameter(f"{error}. {error.hint or ''}".strip()) from error
+
+
 @attrs.frozen(kw_only=True)
 class HomeOptions:
     """Which peer a command is about."""
@@ -69,12 +82,9 @@ class HomeOptions:
 
 
 @attrs.frozen(kw_only=True)
-class NodeOptions(HomeOptions):
-    """How a peer runs on this machine."""
+class PeerOptions(HomeOptions):
+    """How a peer meets others."""
 
-    data: Annotated[
-        str, typer.Option(metavar="PATH", help="What to train on: a text file, a directory, or stdlib.")
-    ] = "stdlib"
     listen: Annotated[
         Address, typer.Option(parser=parse_address, metavar="HOST:PORT", help="Where others connect; port 0 picks one.")
     ] = ANY_PORT
@@ -82,15 +92,37 @@ class NodeOptions(HomeOptions):
         Address | None,
         typer.Option(parser=parse_address, metavar="HOST:PORT", help="Address to tell others instead, if it differs."),
     ] = None
-    events: Annotated[Path | None, typer.Option(metavar="FILE", help="Append events as JSON Lines.")] = None
-    ticket_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a ticket for the run, to invite others.")
+    no_map: Annotated[bool, typer.Option("--no-map", help="Do not ask the router to map a port.")] = False
+    bootstrap: Annotated[
+        list[object] | None,
+        typer.Option(
+            parser=contact, metavar="PEERID@HOST:PORT", help="A helper, or a peer, to begin with. May be repeated."
+        ),
     ] = None
+    events: Annotated[Path | None, typer.Option(metavar="FILE", help="Append events as JSON Lines.")] = None
     max_upload: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Bytes per second at most, such as 2M.")
     ] = None
     max_download: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Bytes per second at most, such as 2M.")
+    ] = None
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only errors.")] = False
+
+    @property
+    def contacts(self) -> tuple[Contact, ...]:
+        """The peers to begin with."""
+        return cast("tuple[Contact, ...]", tuple(self.bootstrap or ()))
+
+
+@attrs.frozen(kw_only=True)
+class NodeOptions(PeerOptions):
+    """How a peer that trains runs on this machine."""
+
+    data: Annotated[
+        str, typer.Option(metavar="PATH", help="What to train on: a text file, a directory, or stdlib.")
+    ] = "stdlib"
+    ticket_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a ticket for the run, to invite others.")
     ] = None
     max_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory at most, such as 4G.")
@@ -102,7 +134,6 @@ class NodeOptions(HomeOptions):
     linger: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Stay so long after the last round, for newcomers.")
     ] = 0.0
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only errors.")] = False
 
 
 def _setting(table: str, key: str, **options: Any) -> Any:  # noqa: ANN401 - attrs types its fields by annotation

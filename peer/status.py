@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import msgspec
@@ -15,6 +16,10 @@ from peer.events import Event, EventLog
 from peer.home import write_atomically
 from protocol.errors import ShoalError
 
+if TYPE_CHECKING:
+    from protocol.endpoint import Endpoint
+    from protocol.identity import PeerId
+
 INTERVAL: Final = 1.0  # seconds between two writes at most
 
 
@@ -23,12 +28,23 @@ class StatusError(ShoalError):
 
 
 @attrs.frozen(kw_only=True)
+class MemberStatus:
+    """Another peer that the daemon is connected to."""
+
+    peer: str
+    address: str | None = None  # where it was reached last; None if it connected to us and does not listen
+    path: str = "direct"  # how bytes get there
+    rtt: float | None = None  # seconds; None if not measured yet
+    revision: int | None = None  # committed rounds, as it says; None if it has no state, or is no member of our run
+
+
+@attrs.frozen(kw_only=True)
 class Status:
     """A daemon at one moment. What is not known yet is None or 0."""
 
     pid: int
     peer: str
-    activity: str = "starting"  # "starting", "synchronising", "training", "averaging", "stopped"
+    activity: str = "starting"  # "starting", "synchronising", "training", "averaging", "serving", "stopped"
     since: float = 0.0  # Unix seconds of the first event
     updated: float = 0.0  # … and of the latest
     address: str | None = None
@@ -37,6 +53,8 @@ class Status:
     digest: str | None = None
     contributors: int = 0  # in the latest round
     neighbours: tuple[str, ...] = ()  # peers seen and not lost
+    members: tuple[MemberStatus, ...] = ()  # … and what is known of them, as of a second ago
+    mapped: str | None = None  # the gateway's address that leads to ours
     step: int = 0
     loss: float | None = None
     tokens: int = 0  # trained on by this peer
@@ -52,6 +70,19 @@ class Status:
         """The status once `event` has happened; kinds that it does not know change only the time."""
         changes = {"updated": event["t"], "since": self.since or event["t"]}
         return attrs.evolve(self, **changes, **_changes(self, event))
+
+
+def member_status(endpoint: Endpoint, peer: PeerId, revision: int | None = None) -> Mapping[str, object]:
+    """What an endpoint knows of a peer that it is connected to, as the event `members` has it."""
+    statistics = endpoint.statistics(peer)
+    addresses = endpoint.addresses(peer)
+    status = MemberStatus(
+        peer=str(peer),
+        address=str(addresses[0]) if addresses else None,
+        rtt=None if statistics is None else statistics.rtt,
+        revision=revision,
+    )
+    return attrs.asdict(status)
 
 
 def write_status(path: Path, status: Status) -> None:
@@ -118,7 +149,14 @@ class StatusFile:
 def _changes(status: Status, event: Event) -> dict[str, Any]:
     match event["event"]:
         case "started":
-            return {"address": event.get("address"), "run": event.get("run"), "activity": "synchronising"}
+            activity = "serving" if event.get("role") == "helper" else "synchronising"
+            return {"address": event.get("address"), "run": event.get("run"), "activity": activity}
+        case "members":
+            return {"members": msgspec.convert(event["members"], tuple[MemberStatus, ...])}
+        case "mapped":
+            return {"mapped": event["address"]}
+        case "unmapped":
+            return {"mapped": None}
         case "synced":
             return {"activity": "training", "revision": event["round"], "digest": event.get("digest")}
         case "peer_seen":
@@ -151,7 +189,7 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
         case "validation":
             return {"validation": event["loss"]}
         case "stopped":
-            return {"activity": "stopped", "reason": event.get("reason"), "neighbours": ()}
+            return {"activity": "stopped", "reason": event.get("reason"), "neighbours": (), "members": ()}
     return {}
 
 

@@ -17,6 +17,7 @@ import torch
 import trio
 
 from optim import OuterState
+from peer.finding import ManifestReply, ManifestRequest
 from peer.state import CommittedState, Header, Tip, byte_length, read_range, tensors
 from protocol import merkle
 from protocol.endpoint import Endpoint
@@ -42,20 +43,6 @@ SLOW = 5.0
 
 class SyncFailed(ShoalError):
     """No donor could provide the state. Asking again, for a newer one, may succeed."""
-
-
-@message("run.manifest")
-class ManifestRequest:
-    """Asks for the manifest of a run."""
-
-    run: Bytes32
-
-
-@message("run.manifest.reply")
-class ManifestReply:
-    """The manifest's TOML text."""
-
-    text: Annotated[str, msgspec.Meta(max_length=65536)]
 
 
 @message("state.describe")
@@ -167,15 +154,6 @@ class Donor:
 def _check_run(asked: bytes, ours: bytes) -> None:
     if asked != ours:
         raise RequestRefused("this peer takes part in another run", code="unknown_run")
-
-
-async def fetch_manifest(endpoint: Endpoint, peer: PeerId, run: bytes) -> str:
-    """The manifest's text as `peer` has it. Whether it is the run's is for the caller to check.
-
-    Raises:
-        ShoalError: The peer cannot be reached, or refuses.
-    """
-    return (await endpoint.request(peer, ManifestRequest(run), ManifestReply)).text
 
 
 async def fetch_state(

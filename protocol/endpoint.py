@@ -84,6 +84,8 @@ class PeerLost:
 class PeerStatistics:
     """What is known of a connection. Bytes are those on the wire."""
 
+    remote: Address
+    """The other end, as we see it; if it dialled us, not an address to dial."""
     rtt: float | None
     bytes_sent: int
     bytes_received: int
@@ -252,6 +254,7 @@ class Endpoint:
             return None
         connection = link.connection
         return PeerStatistics(
+            remote=connection.channel.remote,
             rtt=connection.rtt,
             bytes_sent=connection.channel.bytes_sent,
             bytes_received=connection.channel.bytes_received,

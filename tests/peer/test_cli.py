@@ -35,7 +35,7 @@ from protocol.identity import Identity, PeerId
 from protocol.transport import Address
 
 TICKET = Ticket(bytes(32), ((PeerId(b"p" * 32), Address("192.0.2.7", 7070)),))
-COMMANDS = ["init", "start", "join", "status", "ticket", "sample", "demo"]
+COMMANDS = ["init", "start", "join", "status", "ticket", "sample", "demo", "serve", "doctor", "peers", "top"]
 
 
 class FakeDaemon:
@@ -115,6 +115,10 @@ def test_python_m_peer():
         ["join", TICKET.encode(), "--listen", "everywhere"],
         ["join", TICKET.encode(), "--max-upload", "fast"],
         ["join", TICKET.encode(), "--threads", "0"],
+        ["join", TICKET.encode(), "--bootstrap", "192.0.2.7:7070"],
+        ["serve", "nonsense"],
+        ["doctor", "nonsense"],
+        ["doctor", f"{PeerId(b'p' * 32)}@nowhere"],
         ["start", "missing.toml"],
         ["start", "--rounds", "-1"],
         ["start", "--width", "7"],
@@ -327,9 +331,31 @@ def test_join_passes_its_options_on(shoal, daemon, home):
     assert (config.data, config.threads, config.device) == ("mine.txt", 2, "cpu")
     assert (config.max_upload, config.max_download, config.max_memory) == (2_000_000, 1 << 20, 4_000_000_000)
     assert config.announce == Address("example.org", 7)
+    assert (config.bootstrap, config.map_port) == ((), True)
     events = [json.loads(line) for line in Path("events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["started", "stopped"]
     assert events[0]["peer"] == str(home.identity.peer_id)
+
+
+def test_join_knows_helpers(shoal, daemon):
+    one, two = f"{PeerId(b'1' * 32)}@192.0.2.1:1", f"{PeerId(b'2' * 32)}@[2001:db8::2]:2"
+    assert shoal("join", TICKET.encode(), "--bootstrap", one, "--bootstrap", two, "--no-map").exit_code == 0
+    assert daemon.config.bootstrap == (
+        (PeerId(b"1" * 32), Address("192.0.2.1", 1)),
+        (PeerId(b"2" * 32), Address("2001:db8::2", 2)),
+    )
+    assert not daemon.config.map_port
+
+
+def test_a_ticket_is_replaced_when_addresses_change(shoal, daemon, home):
+    assert shoal("join", TICKET.encode(), "--ticket-file", "ticket").exit_code == 0
+    other = attrs.evolve(TICKET, run_id=b"r" * 32)
+    daemon.config.on_ticket(other)
+    assert Path("ticket").read_text() == home.ticket.read_text() == other.encode() + "\n"
+    Path("ticket").unlink()
+    Path("ticket").mkdir()
+    daemon.config.on_ticket(TICKET)  # no reason to stop
+    assert home.ticket.read_text() == TICKET.encode() + "\n"
 
 
 def test_join_reads_the_ticket_from_a_pipe(shoal, daemon):

@@ -127,3 +127,12 @@ def test_a_closed_log_still_reaches_subscribers(tmp_path):
     log.emit("stopped")
     assert len(seen) == 1
     assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def test_what_is_told_reaches_subscribers_but_not_the_file(tmp_path):
+    heard = []
+    with EventLog(tmp_path / "events.jsonl", "me", clock=lambda: 1.0) as log:
+        log.subscribe(heard.append)
+        log.tell("members", members=[{"rtt": float("nan")}])
+    assert heard == [{"t": 1.0, "peer": "me", "event": "members", "members": [{"rtt": None}]}]
+    assert (tmp_path / "events.jsonl").read_bytes() == b""

@@ -6,9 +6,9 @@ import pytest
 import trio
 import trio.testing
 
-from peer.console import Console, describe, size, summary
+from peer.console import Console, describe, duration, member_lines, size, summary
 from peer.events import EventLog
-from peer.status import Status, StatusError, StatusFile, read_status, write_status
+from peer.status import MemberStatus, Status, StatusError, StatusFile, read_status, write_status
 
 ME = "m" * 52
 STORY = [
@@ -52,6 +52,41 @@ def test_the_status_follows_the_events(log, tmp_path):
     assert file.status.activity == "stopped"
     assert file.status.reason == "the run is over"
     assert file.status.neighbours == ()
+
+
+MEMBER = {"peer": "a" * 52, "address": "192.0.2.9:1", "path": "direct", "rtt": 0.0125, "revision": 4}
+
+
+def test_the_status_says_what_is_known_of_members(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    log.tell("members", members=[MEMBER, {"peer": "b" * 52, "address": None, "rtt": None, "revision": None}])
+    one, two = file.status.members
+    assert attrs.asdict(one) == MEMBER
+    assert two == MemberStatus(peer="b" * 52)
+    write_status(tmp_path / "status.json", file.status)
+    assert read_status(tmp_path / "status.json") == file.status
+    assert member_lines(file.status) == [
+        "peer      address      path    rtt      round",
+        "aaaaaaaa  192.0.2.9:1  direct  12.5 ms  4",
+        "bbbbbbbb  -            direct  -        -",
+    ]
+    log.emit("stopped", reason="over")
+    assert member_lines(file.status) == []
+
+
+def test_a_helper_serves_and_a_mapped_port_is_known_as_long_as_it_is(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    log.emit("started", address="192.0.2.7:7070", role="helper")
+    log.emit("peer_seen", peer="a" * 52)
+    assert summary(file.status) == "serving · 1 other peer"
+    log.emit("mapped", address="203.0.113.5:7070", method="pcp", behind_nat=False)
+    assert file.status.mapped == "203.0.113.5:7070"
+    log.emit("unmapped", address="203.0.113.5:7070")
+    assert file.status.mapped is None
+
+
+def test_lengths_of_time():
+    assert [duration(seconds) for seconds in (-1, 59.9, 61, 7500)] == ["0 s", "59 s", "1 min 01 s", "2 h 05 min"]
 
 
 def test_unknown_events_and_missing_losses_do_no_harm(log, tmp_path):

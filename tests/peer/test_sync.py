@@ -4,8 +4,9 @@ import torch
 import trio
 
 from optim import OuterState
+from peer.finding import fetch_manifest
 from peer.state import CommittedState, Tip
-from peer.sync import Donor, RangeReply, RangeRequest, SyncFailed, fetch_manifest, fetch_state
+from peer.sync import Donor, RangeReply, RangeRequest, SyncFailed, fetch_state
 from protocol import merkle
 from protocol.errors import RequestRefused
 

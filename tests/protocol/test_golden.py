@@ -15,7 +15,7 @@ from dht import members_key
 from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
-from peer import membership, sync
+from peer import membership, probe, sync
 from protocol import endpoint, frames, round_messages, wire
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
@@ -106,6 +106,8 @@ MESSAGES = {
         "a86d6f6d656e74756d ce00011170"
     ),
     sync.RangeRequest(ONES, TWOS, 17): "94 ab73746174652e72616e6765 c420 11*32 c420 22*32 11",
+    probe.Probe(5, 300): "93 ab70726f62652e7374617274 05 cd012c",
+    probe.ProbeAnswer(HOME, 1.5): ("93 ac70726f62652e616e73776572 ae3139322e302e322e373a37303730 cb3ff8000000000000"),
     sync.RangeReply(1 << 20): "92 ab73746174652e6279746573 ce00100000",
 }
 
@@ -124,7 +126,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (endpoint, dht, round_messages, membership, sync)
+    modules = (endpoint, dht, round_messages, membership, probe, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 

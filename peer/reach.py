@@ -1,0 +1,116 @@
+"""Where others reach this peer: what its user says, what the home's gateway maps, or what the system says."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from collections.abc import Callable, Iterable
+
+from peer.contact import Contact
+from peer.events import EventLog
+from peer.home import Home, write_atomically
+from protocol.endpoint import Endpoint
+from protocol.errors import ShoalError
+from protocol.identity import PeerId
+from protocol.portmap import Mapping, keep_mapped
+from protocol.transport import Address
+
+MAX_BOOK = 200
+"""Addresses in the book."""
+
+UNSPECIFIED = ("0.0.0.0", "::")
+
+
+class Reach:
+    """The addresses to give to others.
+
+    Args:
+        endpoint: Ours; it must listen.
+        events: Where it is told that a port is mapped, and no longer is.
+        announce: The address that our user says, instead of all others.
+    """
+
+    def __init__(self, endpoint: Endpoint, events: EventLog, announce: Address | None = None) -> None:
+        self._endpoint = endpoint
+        self._events = events
+        self._announce = announce
+        self._mapping: Mapping | None = None
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where others reach us, as far as we know; the best first."""
+        if self._announce is not None:
+            return (self._announce,)
+        bound = self._endpoint.address
+        assert bound is not None
+        own = Address(outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
+        if self._mapping is None:
+            return (own,)
+        mapped = self._mapping.external
+        return (own, mapped) if self._mapping.behind_nat else (mapped, own)
+
+    async def keep_mapped(self, changed: Callable[[], None]) -> None:
+        """Keeps our port mapped at the gateway until cancelled, where that is of any use.
+
+        Args:
+            changed: Called whenever `addresses` has changed.
+        """
+        bound = self._endpoint.address
+        if self._announce is not None or bound is None or is_loopback(bound.host):
+            return
+
+        def take(mapping: Mapping | None) -> None:
+            before, addresses = self._mapping, self.addresses
+            self._mapping = mapping
+            if mapping is not None:
+                self._events.emit(
+                    "mapped", address=str(mapping.external), method=mapping.method, behind_nat=mapping.behind_nat
+                )
+            elif before is not None:
+                self._events.emit("unmapped", address=str(before.external))
+            if self.addresses != addresses:
+                changed()
+
+        await keep_mapped(bound.port, on_change=take)
+
+
+def outward_host() -> str:
+    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody outside of this machine can reach a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_book(home: Home) -> list[Contact]:
+    """The peers that were known when this home was last in use. A damaged book is an empty one."""
+    try:
+        return [(PeerId.parse(peer), Address.parse(address)) for peer, address in json.loads(home.book.read_text())]
+    except (OSError, ValueError, TypeError, ShoalError):
+        return []
+
+
+def book_entries(known: Iterable[Contact]) -> list[list[str]]:
+    """The first of these contacts, as they are written down."""
+    return sorted([str(peer), str(address)] for peer, address in list(dict.fromkeys(known))[:MAX_BOOK])
+
+
+def write_book(home: Home, entries: list[list[str]]) -> None:
+    """Replaces the book.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_atomically(home.book, json.dumps(entries).encode())

@@ -1,0 +1,48 @@
+"""A founder whose router maps ports is joined from outside, with a ticket that names the address outside."""
+
+import json
+import sys
+
+import pytest
+
+from peer.ticket import Ticket
+from protocol.transport import Address
+from tests.net.conftest import PORT
+from tests.net.topology import Nat
+
+pytestmark = pytest.mark.netns
+
+
+async def test_a_founder_behind_a_mapping_router_is_joined_from_outside(port_mapping, internet, net_swarm, tmp_path):
+    home = internet.home("home", Nat.PORT_PRESERVING)
+    home.offer_port_mapping(tmp_path)
+    (inside,) = home.hosts
+    outside = internet.host("outside")
+    founder = await net_swarm.found(inside)
+    external = Address(inside.public, PORT)
+    await net_swarm.until(lambda: founder.recording.of("mapped") != [])
+    (mapped,) = founder.recording.of("mapped")
+    assert mapped.text("address") == str(external)
+
+    def named():
+        return [address for _, address in Ticket.parse(founder.child.ticket.read_text(), now=0.0).bootstrap]
+
+    await net_swarm.until(lambda: external in named())
+    assert named() == [external, Address(inside.address, PORT)]
+    other = net_swarm.join(outside)
+    await net_swarm.rounds_together([founder, other], 2)
+
+    ticket = founder.child.ticket.read_text().strip()
+    report = json.loads(outside.namespace.run(sys.executable, "-m", "peer", "doctor", ticket, "--json"))
+    verdicts = {step["step"]: step["verdict"] for step in report["steps"] if step["step"] != "dial"}
+    assert report["ok"]
+    assert verdicts["run"] == verdicts["nat"] == "ok"
+    at_home = [sys.executable, "-m", "peer", "doctor", f"{other.id}@{outside.address}:{PORT}", "--json"]
+    report = json.loads(inside.namespace.run(*at_home))
+    findings = {step["step"]: step["message"] for step in report["steps"]}
+    assert report["ok"]
+    assert findings["mapping"].startswith(f"the router maps {inside.public}:")
+    assert (
+        findings["nat"]
+        == f"behind a router: this machine is {inside.address}, and peers see {inside.public}; it maps a port"
+    )

@@ -1,0 +1,120 @@
+import json
+import random
+
+import pytest
+import trio
+import trio.testing
+
+import peer.reach
+from peer.events import EventLog
+from peer.home import Home
+from peer.reach import MAX_BOOK, Reach, book_entries, is_loopback, read_book, write_book
+from protocol.endpoint import Endpoint
+from protocol.identity import Identity, PeerId
+from protocol.memory import MemoryNetwork
+from protocol.portmap import Mapping
+from protocol.transport import Address
+
+OUTSIDE = Address("203.0.113.5", 40_000)
+INSIDE = Address("100.64.0.9", 40_000)
+
+
+@pytest.fixture
+async def endpoint(nursery):
+    """One that listens on 192.0.2.2:4000."""
+    identity = Identity.from_seed(bytes(32))
+    endpoint = Endpoint(identity, MemoryNetwork().transport("192.0.2.2"), rng=random.Random(0))
+    await nursery.start(endpoint.run, Address("192.0.2.2", 4000))
+    return endpoint
+
+
+@pytest.fixture
+def heard():
+    return []
+
+
+@pytest.fixture
+def events(heard):
+    log = EventLog(None, "me")
+    log.subscribe(heard.append)
+    return log
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    """Stands in for the gateway: `gateway.report(mapping)`; it notes for which ports it was asked."""
+
+    class Gateway:
+        def __init__(self):
+            self.ports = []
+            self.report = None
+
+        async def keep_mapped(self, port, *, on_change):
+            self.ports.append(port)
+            self.report = on_change
+            await trio.sleep_forever()
+
+    made = Gateway()
+    monkeypatch.setattr(peer.reach, "keep_mapped", made.keep_mapped)
+    return made
+
+
+async def test_a_mapped_port_is_told_and_comes_first(endpoint, events, heard, gateway, nursery):
+    reach, changes = Reach(endpoint, events), []
+    own = Address("192.0.2.2", 4000)
+    nursery.start_soon(reach.keep_mapped, lambda: changes.append(reach.addresses))
+    await trio.testing.wait_all_tasks_blocked()
+    assert gateway.ports == [4000]
+    gateway.report(None)
+    assert (changes, heard) == ([], [])
+    gateway.report(Mapping(OUTSIDE, "pcp", 600.0))
+    assert changes.pop() == (OUTSIDE, own)
+    gateway.report(Mapping(INSIDE, "upnp", 600.0))
+    assert changes.pop() == (own, INSIDE)  # it leads in from the network between two routers at best
+    gateway.report(None)
+    assert changes.pop() == (own,)
+    told = [{key: event.get(key) for key in ("event", "address", "method", "behind_nat")} for event in heard]
+    assert told == [
+        {"event": "mapped", "address": str(OUTSIDE), "method": "pcp", "behind_nat": False},
+        {"event": "mapped", "address": str(INSIDE), "method": "upnp", "behind_nat": True},
+        {"event": "unmapped", "address": str(INSIDE), "method": None, "behind_nat": None},
+    ]
+
+
+async def test_an_announced_address_stands_for_all(endpoint, events, gateway):
+    announced = Address("peer.example.org", 7)
+    reach = Reach(endpoint, events, announced)
+    with trio.fail_after(1.0):
+        await reach.keep_mapped(lambda: None)
+    assert reach.addresses == (announced,)
+    assert gateway.ports == []
+
+
+async def test_nothing_is_mapped_to_loopback(events, gateway, nursery):
+    network = MemoryNetwork()
+    endpoint = Endpoint(Identity.from_seed(bytes(32)), network.transport("127.0.0.1"), rng=random.Random(0))
+    await nursery.start(endpoint.run, Address("127.0.0.1", 4000))
+    with trio.fail_after(1.0):
+        await Reach(endpoint, events).keep_mapped(lambda: None)
+    assert gateway.ports == []
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False), ("0.0.0.0", False), ("a", False)],
+)
+def test_loopback(host, answer):
+    assert is_loopback(host) is answer
+
+
+def test_the_book(tmp_path):
+    home = Home(tmp_path / "home")
+    assert read_book(home) == []
+    contacts = [(PeerId(bytes([n]) * 32), Address("192.0.2.1", n + 1)) for n in range(250)]
+    entries = book_entries([*contacts, *contacts])
+    assert len(entries) == MAX_BOOK
+    write_book(home, entries)
+    assert set(read_book(home)) == set(contacts[:MAX_BOOK])
+    for damage in ("", "{", json.dumps([["a", "b"]]), json.dumps([1]), json.dumps({"a": 1})):
+        home.book.write_text(damage)
+        assert read_book(home) == []
