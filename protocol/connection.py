@@ -37,6 +37,7 @@ from protocol.mux import (
 )
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
+from protocol.transport import Path
 
 _SMALLEST_WRITE = MAX_RECORD
 _LARGEST_WRITE = 16 * MAX_RECORD
@@ -71,6 +72,16 @@ class Limits:
     """Seconds between pings."""
     dead_after: float = attrs.field(default=4.0, validator=gt(0))
     """Seconds of silence after which a peer counts as gone."""
+    relay: bool = True
+    """Whether bytes are passed on between two others that cannot reach each other. They are encrypted end to end."""
+    max_circuits: int = attrs.field(default=64, validator=ge(0))
+    """Pairs of others for whom bytes are passed on at a time."""
+    max_circuits_of_peer: int = attrs.field(default=16, validator=ge(0))
+    """Those of them that one peer asked for."""
+    max_relayed: int = attrs.field(default=1 << 32, validator=ge(0))
+    """Bytes that are passed on for one pair; then it has to ask again."""
+    max_relay_rate: float = attrs.field(default=8e6, validator=gt(0))
+    """Bytes per second that are passed on for all pairs together."""
 
 
 class Connection:
@@ -82,6 +93,7 @@ class Connection:
         limits: See `Limits`.
         serve: Called in a task of its own for each stream that the peer opens, which is closed when it returns.
         ended: Called when the connection can no longer be used, which is a little before `run` returns.
+        path: How it was made.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
     """
@@ -94,12 +106,14 @@ class Connection:
         limits: Limits,
         serve: Callable[[Connection, Stream], Awaitable[None]],
         ended: Callable[[Connection], None],
+        path: Path = "direct",
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
     ) -> None:
         self.peer = channel.peer_id
         self.channel = channel
         self.initiator = initiator
+        self.path = path
         self.failure: ShoalError | None = None
         """Why the connection ended: `PeerGone`, or `ProtocolError` if the peer broke the rules."""
         self.rtt: float | None = None

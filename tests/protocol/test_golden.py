@@ -16,7 +16,7 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import membership, sync
-from protocol import endpoint, frames, round_messages, wire
+from protocol import frames, hello, relay, round_messages, wire
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
 from protocol.mux import Mux, MuxLimits
@@ -44,7 +44,14 @@ PLAN = Plan(
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
-    endpoint.Hello(b"\x01" * 8, 2, 7070): "94 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e",
+    hello.Hello(b"\x01" * 8, 2, 7070): "98 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c2 c2",
+    hello.Hello(b"\x01" * 8, 2, 7070, HOME, OFFICE, True, True): (
+        "98 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e ae3139322e302e322e373a37303730 "
+        "b25b323030313a6462383a3a375d3a37303731 c3 c3"
+    ),
+    relay.Connect(ALICE): "92 ad72656c61792e636f6e6e656374 c420 aa*32",
+    relay.Incoming(BOB): "92 ae72656c61792e696e636f6d696e67 c420 bb*32",
+    relay.Ready(): "91 ab72656c61792e7265616479",
     dht.Ping(): "91 a86468742e70696e67",
     dht.Pong(): "91 a86468742e706f6e67",
     dht.Find(ONES): "92 a86468742e66696e64 c420 11*32",
@@ -123,7 +130,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (endpoint, dht, round_messages, membership, sync)
+    modules = (hello, relay, dht, round_messages, membership, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 
