@@ -29,7 +29,7 @@ from peer.sync import Donor, fetch_manifest
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
-from protocol.endpoint import Endpoint, Limits
+from protocol.endpoint import Endpoint, Limits, PeerLost
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.rounds import RoundEvent, Rounds
@@ -103,7 +103,8 @@ async def run_daemon(
         ShoalError: Home or address cannot be used.
     """
     torch.set_num_threads(config.threads)
-    daemon = _Daemon(config, transport or TcpTransport(), compute, rng or random.Random())
+    network: Transport = TcpTransport() if transport is None else transport
+    daemon = _Daemon(config, network, compute, rng or random.Random())
     reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
@@ -135,6 +136,7 @@ class _Daemon:
             transport,
             psk=self._swarm_key,
             limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
+            announce=config.announce,
             rng=self._rng,
         )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
@@ -142,6 +144,7 @@ class _Daemon:
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
+        await nursery.start(self._tell_connections)
         await nursery.start(self.endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
@@ -283,13 +286,22 @@ class _Daemon:
         fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
         self._events.emit(event.event, **fields)
 
+    async def _tell_connections(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Emits an event for each peer that is connected, and again when it is connected another way."""
+        with self.endpoint.watch() as events:
+            task_status.started()
+            async for event in events:
+                known = self.endpoint.statistics(event.peer)
+                if not isinstance(event, PeerLost) and known is not None:
+                    self._events.emit("connected", peer=event.peer, path=event.path, rtt=round(known.rtt, 6))
+
     def _address(self) -> Address:
         """Where others reach us, as far as we know."""
-        if self._config.announce is not None:
-            return self._config.announce
         bound = self.endpoint.address
         assert bound is not None
-        return Address(_outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
+        if self._config.announce is not None or bound.host not in UNSPECIFIED:
+            return self._config.announce or bound
+        return self.endpoint.advertised() or Address(_outward_host(), bound.port)
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first and then other peers that we know."""
@@ -315,13 +327,12 @@ class _Daemon:
 
 def _outward_host() -> str:
     """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
-        except OSError:
-            return "127.0.0.1"
-        host: str = probe.getsockname()[0]
-        return host
+    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))  # sends nothing: it only picks a route
+            host: str = probe.getsockname()[0]
+            return host
+    return "127.0.0.1"
 
 
 def _swarm_key(config: DaemonConfig) -> bytes | None:

@@ -116,8 +116,8 @@ class Connection:
         self.path = path
         self.failure: ShoalError | None = None
         """Why the connection ended: `PeerGone`, or `ProtocolError` if the peer broke the rules."""
-        self.rtt: float | None = None
-        """Smoothed round-trip time in seconds, once it has been measured."""
+        self.rtt = channel.rtt
+        """Smoothed round-trip time in seconds."""
         self._limits = limits
         self._serve = serve
         self._ended = ended
@@ -281,7 +281,7 @@ class Connection:
             case Pong(token):
                 if self._pinged_at is not None and token == self._token():
                     sample = trio.current_time() - self._pinged_at
-                    self.rtt = sample if self.rtt is None else 0.8 * self.rtt + 0.2 * sample
+                    self.rtt = 0.8 * self.rtt + 0.2 * sample
                     self._pinged_at = None
             case Goodbye(reason):
                 raise PeerGone(f"{self.peer.short} closed the connection: {reason}")

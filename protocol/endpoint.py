@@ -36,6 +36,7 @@ from protocol.errors import (
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
+from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
 from protocol.relay import Relay, RelayedStream
 from protocol.stream import Stream
@@ -49,6 +50,7 @@ _T = TypeVar("_T")
 Handler: TypeAlias = Callable[[Any, Stream], Awaitable[Message | None]]
 
 _REQUEST_TIMEOUT = 10.0  # seconds from the opening of a stream to the end of the request on it
+_REDIAL = 5.0  # seconds for dialling a peer directly that is connected through a relay
 _MAX_RELAYS = 8  # that are tried for one peer
 
 
@@ -103,12 +105,15 @@ class Endpoint:
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
         self._relay = Relay(self._links, self._limits, self._greet_relayed)
-        self._relay.register(self.handle)
+        self._observer = Observer(self._links, self._probe)
+        self._puncher = Puncher(self._links, transport, locate=self._locate, port=self._port, meet=self._meet)
         self._dials: dict[PeerId | Address, _Dial] = {}
         self._door = Door(self._limits)
         self._book = AddressBook()
         self._strikes = Strikes()
         self._nursery: trio.Nursery | None = None
+        self._relay.register(self.handle)
+        self._puncher.register(self.handle)
 
     # What others see of us.
 
@@ -313,12 +318,12 @@ class Endpoint:
                 del self._dials[target]
             dial.done.set()
 
-    async def _dial_anew(self, target: PeerId | Address, dial: _Dial) -> PeerId:
+    async def _dial_anew(self, target: PeerId | Address, dial: _Dial, *, may_relay: bool = True) -> PeerId:
         expected = target if isinstance(target, PeerId) else None
         if expected is not None and self._strikes.is_banned(expected, trio.current_time()):
             raise PeerUnreachable(f"{expected.short} is banned for repeated protocol errors")
         addresses = (target,) if isinstance(target, Address) else self._book.addresses(target)
-        relays = self._relay.relays(expected)[:_MAX_RELAYS] if expected is not None else []
+        relays = self._relay.relays(expected)[:_MAX_RELAYS] if may_relay and expected is not None else []
         if not addresses and not relays:
             raise PeerUnreachable(f"no address of {_name(target)} is known")
         self._dialled += 1
@@ -366,6 +371,8 @@ class Endpoint:
             except AddressError:  # it was closed: we are about to be cancelled
                 return
             scope = trio.CancelScope()
+            if self._puncher.takes(stream):
+                continue
             greeting = self._door.enter(stream.remote.host, trio.current_time(), scope.cancel)
             if greeting is None:
                 await stream.aclose()
@@ -392,6 +399,9 @@ class Endpoint:
                     stream, self._identity, initiator=False, psk=self._psk, expected=relayed, features=features
                 )
                 theirs = await self._theirs(channel)
+                if theirs.probe:
+                    self._running().start_soon(self._observer.serve, channel)
+                    return
                 self._learn_from(channel, theirs, relayed=relayed is not None)
                 path: Path = "direct" if relayed is None else "relayed"
                 self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
@@ -399,6 +409,41 @@ class Endpoint:
             pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
         finally:
             self._door.leave(greeting)
+
+    # Finding out where we are seen, and direct connections in place of relayed ones.
+
+    async def _probe(self, address: Address, port: int) -> tuple[SecureChannel, Address | None]:
+        """See `punch.Probe`."""
+        stream = await self._transport.dial(address, local_port=port)
+        features = self._hello(0, probe=True)
+        channel = await handshake(stream, self._identity, initiator=True, psk=self._psk, features=features)
+        return channel, (await self._theirs(channel)).seen
+
+    async def _meet(self, stream: ByteStream, peer: PeerId, *, initiator: bool) -> None:
+        """See `punch.Meet`."""
+        self._dialled += initiator
+        number = self._dialled if initiator else 0
+        features = self._hello(number)
+        channel = await handshake(
+            stream, self._identity, initiator=initiator, psk=self._psk, expected=peer, features=features
+        )
+        theirs = await self._theirs(channel)
+        dial = number if initiator else theirs.dial
+        self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
+
+    async def _locate(self) -> Address:
+        port = self._port()
+        if port is None:
+            raise PeerUnreachable("this peer listens nowhere")
+        return await self._observer.locate(port, self._running())
+
+    def _port(self) -> int | None:
+        return None if self.address is None else self.address.port
+
+    async def _redial(self, peer: PeerId) -> None:
+        """Dials the addresses of a peer that is connected through a relay."""
+        with trio.move_on_after(_REDIAL):
+            await self._dial_anew(peer, _Dial(), may_relay=False)
 
     def _learn_from(self, channel: SecureChannel, theirs: Hello, *, relayed: bool) -> None:
         """Where somebody who has connected says that it listens."""
@@ -415,9 +460,8 @@ class Endpoint:
             return self._announce
         return Address(host, self.address.port)
 
-    def _hello(self, dial: int, *, seen: Address | None = None) -> bytes:
-        port = 0 if self.address is None else self.address.port
-        hello = Hello(self._instance, dial, port, self.advertised(), seen, self._relay.open)
+    def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
+        hello = Hello(self._instance, dial, self._port() or 0, self.advertised(), seen, self._relay.open, probe)
         return wire.encode(hello)
 
     async def _theirs(self, channel: SecureChannel) -> Hello:
@@ -473,7 +517,11 @@ class Endpoint:
 
     async def _run_connection(self, connection: Connection) -> None:
         try:
-            await connection.run()
+            async with trio.open_nursery() as nursery:
+                if connection.path == "relayed":
+                    nursery.start_soon(self._puncher.upgrade, connection, self._redial)
+                await connection.run()
+                nursery.cancel_scope.cancel()
         finally:
             self._links.forget(connection)
 

@@ -51,7 +51,7 @@ PeerEvent: TypeAlias = PeerConnected | PathChanged | PeerLost
 class PeerStatistics:
     """What is known of a connection. Bytes are those on the wire."""
 
-    rtt: float | None
+    rtt: float
     bytes_sent: int
     bytes_received: int
     streams: int

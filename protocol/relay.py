@@ -90,7 +90,7 @@ class Relay:
     def relays(self, target: PeerId) -> list[PeerId]:
         """Connected peers that may pass on bytes to `target`, those with the shortest way first."""
         links = [link for link in self._links.direct() if link.theirs.relays and link.connection.peer != target]
-        links.sort(key=lambda link: link.connection.rtt or 1.0)
+        links.sort(key=lambda link: link.connection.rtt)
         return [link.connection.peer for link in links]
 
     async def dial(self, relay: PeerId, target: PeerId) -> RelayedStream:

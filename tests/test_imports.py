@@ -26,6 +26,7 @@ SHELLS = {
     "protocol/member.py",
     "protocol/memory.py",
     "protocol/portmap.py",
+    "protocol/punch.py",
     "protocol/relay.py",
     "protocol/rounds.py",
     "protocol/sessions.py",

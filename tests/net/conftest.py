@@ -65,6 +65,11 @@ class Peer:
             if set(event.names("members")) == members
         }
 
+    def path_to(self, other):
+        """How the connection to another peer went when it was last made."""
+        paths = [event.text("path") for event in self.recording.of("connected") if event.peer == other.id]
+        return paths[-1] if paths else None
+
 
 class NetSwarm:
     """Daemons in network namespaces: what `shoal start` and `shoal join` start. Files are kept in `directory`."""
