@@ -70,6 +70,10 @@ def describe(event: Event) -> str | None:
     match event["event"]:
         case "started":
             return f"peer {peer} listens on {event.get('address')}"
+        case "reachability" if event["verdict"] == "public":
+            return "others can connect to this peer"
+        case "reachability" if event["verdict"] == "private":
+            return "others cannot connect to this peer: it connects to them, or through others"
         case "peer_seen":
             return f"peer {peer} is here"
         case "peer_lost":

@@ -32,6 +32,7 @@ from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits, PeerLost
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.reachability import Reachability
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
@@ -139,6 +140,9 @@ class _Daemon:
             announce=config.announce,
             rng=self._rng,
         )
+        self._reachability = Reachability(
+            self.endpoint, rng=self._rng, report=lambda verdict: self._events.emit("reachability", verdict=verdict)
+        )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
@@ -146,6 +150,7 @@ class _Daemon:
         corpus = await self._compute(Corpus.open, config.data)
         await nursery.start(self._tell_connections)
         await nursery.start(self.endpoint.run, config.listen)
+        nursery.start_soon(self._reachability.run)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()

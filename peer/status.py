@@ -32,6 +32,7 @@ class Status:
     since: float = 0.0  # Unix seconds of the first event
     updated: float = 0.0  # … and of the latest
     address: str | None = None
+    reachability: str | None = None  # "public", "private": whether others can connect to it
     run: str | None = None  # run id in base32 or hexadecimal, as the daemon's events have it
     revision: int = 0  # committed rounds
     digest: str | None = None
@@ -120,6 +121,8 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
             return {"address": event.get("address"), "run": event.get("run"), "activity": "synchronising"}
         case "synced":
             return {"activity": "training", "revision": event["round"], "digest": event.get("digest")}
+        case "reachability":
+            return {"reachability": event["verdict"]}
         case "peer_seen":
             return {"neighbours": (*_others(status, event), event["peer"])}
         case "peer_lost" | "banned":

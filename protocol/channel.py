@@ -193,8 +193,8 @@ class _Session:
     async def initiate(self) -> SecureChannel:
         noise = self._noise()
         proof = self._proof(self._ephemeral.public_key().public_bytes_raw())
-        await self._send(self._preamble() + _framed(noise.write_message(proof)))
         asked = trio.current_time()
+        await self._send(self._preamble() + _framed(noise.write_message(proof)))
         theirs = await self._receive(_PREAMBLE_SIZE)
         rtt = trio.current_time() - asked
         self._check_preamble(theirs)
@@ -222,8 +222,8 @@ class _Session:
         if not hmac.compare_digest(proof, self._proof(message[:KEY_SIZE])):
             await self._refuse(_WRONG_KEY)
             raise self._wrong_swarm_key()
-        await self._send(self._preamble() + _framed(noise.write_message(self._introduction())))
         asked = trio.current_time()
+        await self._send(self._preamble() + _framed(noise.write_message(self._introduction())))
         message = await self._receive_framed()
         rtt = trio.current_time() - asked
         peer = self._introduced(noise, self._read(noise, message))

@@ -6,11 +6,10 @@ pick the same one (see `links`) and retire the other, which still carries the co
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import trio
 
@@ -27,12 +26,11 @@ from protocol.errors import (
     PeerGone,
     PeerUnreachable,
     ProtocolError,
-    RequestRefused,
     RequestTimeout,
     ShoalError,
     WrongPeer,
-    first_error,
 )
+from protocol.handlers import Handlers
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
@@ -45,11 +43,8 @@ from protocol.wire import Message
 
 __all__ = ["Endpoint", "Limits", "PathChanged", "PeerConnected", "PeerLost", "PeerStatistics", "Stream"]
 
-_logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Handler: TypeAlias = Callable[[Any, Stream], Awaitable[Message | None]]
 
-_REQUEST_TIMEOUT = 10.0  # seconds from the opening of a stream to the end of the request on it
 _REDIAL = 5.0  # seconds for dialling a peer directly that is connected through a relay
 _MAX_RELAYS = 8  # that are tried for one peer
 
@@ -99,8 +94,7 @@ class Endpoint:
         self._dialled = 0
         self._upload = None if self._limits.max_upload is None else TokenBucket(self._limits.max_upload)
         self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
-        self._handlers: dict[str, Handler] = {}
-        self._types: dict[str, type] = {}
+        self._handlers = Handlers()
         self._announce = announce
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
@@ -128,11 +122,7 @@ class Endpoint:
         Raises:
             ValueError: If there is a handler for the type's name already.
         """
-        name = wire.name_of(message_type)
-        if name in self._handlers:
-            raise ValueError(f"there is a handler for {name} already")
-        self._handlers[name] = handler
-        self._types[name] = message_type
+        self._handlers.add(message_type, handler)
 
     async def run(
         self, listen: Address | None, *, task_status: trio.TaskStatus[Address | None] = trio.TASK_STATUS_IGNORED
@@ -445,6 +435,45 @@ class Endpoint:
         with trio.move_on_after(_REDIAL):
             await self._dial_anew(peer, _Dial(), may_relay=False)
 
+    def host(self, peer: PeerId) -> str | None:
+        """Where a peer is, as far as we see; None unless it is connected directly."""
+        link = self._links.get(peer)
+        return None if link is None or link.relayed else link.connection.channel.remote.host
+
+    @property
+    def relaying(self) -> bool:
+        """Whether we pass on bytes for others."""
+        return self._relay.open
+
+    @relaying.setter
+    def relaying(self, willing: bool) -> None:
+        self._relay.open = willing and self._limits.relay
+
+    def expect_call(self, word: bytes) -> AbstractContextManager[trio.Event]:
+        """The event is set when somebody calls (see `call`) who says this word."""
+        return self._observer.expect(word)
+
+    async def call(self, peer: PeerId, port: int, word: bytes) -> None:
+        """Dials a connected peer anew, at the host that it is seen at, only to say a word.
+
+        Raises:
+            PeerUnreachable: It does not listen there, or is not connected directly.
+            HandshakeError: Somebody else answers there.
+        """
+        host = self.host(peer)
+        if host is None:
+            raise PeerUnreachable(f"it is not known where {peer.short} is")
+        stream = await self._transport.dial(Address(host, port))
+        features = self._hello(0, probe=True)
+        channel = await handshake(
+            stream, self._identity, initiator=True, psk=self._psk, expected=peer, features=features
+        )
+        try:
+            await channel.send(word)
+        finally:
+            with trio.CancelScope(shield=True):
+                await channel.aclose()
+
     def _learn_from(self, channel: SecureChannel, theirs: Hello, *, relayed: bool) -> None:
         """Where somebody who has connected says that it listens."""
         addresses = [] if theirs.address is None else [theirs.address]
@@ -480,7 +509,7 @@ class Endpoint:
             channel,
             initiator=initiator,
             limits=self._limits,
-            serve=self._serve,
+            serve=self._handlers.serve,
             ended=self._ended,
             path=path,
             upload=None if relayed else self._upload,
@@ -530,41 +559,6 @@ class Endpoint:
         if isinstance(connection.failure, ProtocolError) and connection.path != "relayed":
             self._strikes.strike(connection.peer, trio.current_time())
         self._links.ended(connection)
-
-    # Serving.
-
-    async def _serve(self, connection: Connection, stream: Stream) -> None:
-        """Reads the request of a stream that the peer opened, and has it handled."""
-        try:
-            data = await stream.receive_encoded(timeout=_REQUEST_TIMEOUT)
-            handler, request = self._decode_request(data)
-            answer = await handler(request, stream)
-            if answer is not None:
-                await stream.send_encoded(wire.encode(answer), last=True)
-            else:
-                await stream.finish()
-        # A handler with tasks of its own may raise groups, with our cancellation in them; that goes on its way.
-        except* ShoalError as group:
-            self._answer_with_errors(connection, stream, group)
-        except* Exception:  # a bug in one handler must not end everybody's connections
-            _logger.exception("a handler failed on a request of %s", connection.peer.short)
-            stream.reset("failed", "internal error")
-
-    def _answer_with_errors(
-        self, connection: Connection, stream: Stream, group: BaseExceptionGroup[ShoalError]
-    ) -> None:
-        error = first_error(group)
-        if isinstance(error, ProtocolError) and not error.blamed:
-            connection.fail(error)
-        else:  # also if it was the fault of somebody else, whom the handler asked
-            stream.reset(error.code if isinstance(error, RequestRefused) else "failed", str(error))
-
-    def _decode_request(self, data: bytearray) -> tuple[Handler, Any]:
-        try:
-            request: Message = wire.decode(data, self._types)
-        except wire.UnknownMessage as error:
-            raise RequestRefused(str(error), code="unknown_type") from None
-        return self._handlers[wire.name_of(type(request))], request
 
 
 def _name(target: PeerId | Address) -> str:

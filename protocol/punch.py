@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import trio
@@ -103,6 +104,7 @@ class Observer:
         self._seen: Address | None = None
         self._until = -math.inf
         self._served = 0
+        self._expected: dict[bytes | None, trio.Event] = {}
 
     async def locate(self, port: int, nursery: trio.Nursery) -> Address:
         """The address under which others see a local port.
@@ -121,15 +123,26 @@ class Observer:
             return self._seen
 
     async def serve(self, channel: SecureChannel) -> None:
-        """Somebody has connected only to be seen. Holds the connection for its time.
+        """Somebody has connected only to be seen, or to say a word. Holds the connection for its time.
 
         TCP does not let the side that closes first connect the same way again for a minute: that is this side.
         """
         self._served += 1
         try:
-            await _hold(channel, PROBE_SECONDS if self._served <= MAX_PROBES else 0.0)
+            word = await _hold(channel, PROBE_SECONDS if self._served <= MAX_PROBES else 0.0)
+            if word in self._expected:
+                self._expected[word].set()
         finally:
             self._served -= 1
+
+    @contextmanager
+    def expect(self, word: bytes) -> Iterator[trio.Event]:
+        """The event is set when somebody connects who says this word."""
+        said = self._expected[word] = trio.Event()
+        try:
+            yield said
+        finally:
+            del self._expected[word]
 
     async def _ask(self, port: int, nursery: trio.Nursery) -> Address:
         dialled = [link.connection for link in self._links.direct() if link.connection.initiator]
@@ -152,11 +165,12 @@ class Observer:
         return answers[0]
 
 
-async def _hold(channel: SecureChannel, seconds: float) -> None:
-    """Keeps a connection that serves as a probe for a time, or until the other side ends it."""
+async def _hold(channel: SecureChannel, seconds: float) -> bytes | None:
+    """Keeps a connection that serves as a probe for a time, or until the other side says a word or ends it."""
     try:
         with trio.move_on_after(seconds), contextlib.suppress(ShoalError):
-            await channel.receive()
+            return await channel.receive()
+        return None
     finally:
         with trio.CancelScope(shield=True):
             await channel.aclose()

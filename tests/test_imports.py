@@ -27,6 +27,7 @@ SHELLS = {
     "protocol/memory.py",
     "protocol/portmap.py",
     "protocol/punch.py",
+    "protocol/reachability.py",
     "protocol/relay.py",
     "protocol/rounds.py",
     "protocol/sessions.py",

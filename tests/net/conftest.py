@@ -70,6 +70,12 @@ class Peer:
         paths = [event.text("path") for event in self.recording.of("connected") if event.peer == other.id]
         return paths[-1] if paths else None
 
+    @property
+    def reachability(self):
+        """What it last found out about itself."""
+        last = self.recording.last("reachability")
+        return None if last is None else last.text("verdict")
+
 
 class NetSwarm:
     """Daemons in network namespaces: what `shoal start` and `shoal join` start. Files are kept in `directory`."""

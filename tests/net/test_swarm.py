@@ -45,14 +45,14 @@ PAIRS = [
 @pytest.mark.parametrize(("nats", "path"), PAIRS, ids=lambda value: named(value) if isinstance(value, tuple) else value)
 async def test_two_homes_train_together(internet, net_swarm, nats, path):
     founder = await net_swarm.found(internet.host("public"))
-    one, two = [
-        net_swarm.join(internet.home(f"home{index}", nat).hosts[0]) for index, nat in enumerate(nats, start=1)
-    ]
+    one, two = [net_swarm.join(internet.home(f"home{index}", nat).hosts[0]) for index, nat in enumerate(nats, start=1)]
     await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
     await net_swarm.until(lambda: one.path_to(two) == two.path_to(one) == path)
     assert one.path_to(founder) == two.path_to(founder) == "direct"
     await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
     assert one.path_to(two) == two.path_to(one) == path
+    await net_swarm.until(lambda: founder.reachability == "public")
+    await net_swarm.until(lambda: one.reachability == two.reachability == "private")
 
 
 async def test_hosts_with_ipv6_only_train(internet, net_swarm):

@@ -16,7 +16,7 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import membership, sync
-from protocol import frames, hello, punch, relay, round_messages, wire
+from protocol import frames, hello, punch, reachability, relay, round_messages, wire
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
 from protocol.mux import Mux, MuxLimits
@@ -53,6 +53,8 @@ MESSAGES = {
     punch.Answer(OFFICE): "92 ac70756e63682e616e73776572 b25b323030313a6462383a3a375d3a37303731",
     punch.Sync(): "91 aa70756e63682e73796e63",
     punch.Go(): "91 a870756e63682e676f",
+    reachability.DialBack(7070, b"\x05" * 16): "93 ac6e65742e6469616c6261636b cd1b9e c410 05*16",
+    reachability.DialBackResult(True): "92 b36e65742e6469616c6261636b2e726573756c74 c3",
     relay.Connect(ALICE): "92 ad72656c61792e636f6e6e656374 c420 aa*32",
     relay.Incoming(BOB): "92 ae72656c61792e696e636f6d696e67 c420 bb*32",
     relay.Ready(): "91 ab72656c61792e7265616479",
@@ -134,7 +136,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (hello, punch, relay, dht, round_messages, membership, sync)
+    modules = (hello, punch, reachability, relay, dht, round_messages, membership, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 

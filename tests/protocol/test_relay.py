@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import trio
 
-from protocol.endpoint import PeerConnected
-from protocol.transport import Address
+from protocol.endpoint import Limits, PathChanged, PeerConnected, PeerLost
+from protocol.errors import PeerGone, PeerUnreachable, RequestRefused
+from protocol.identity import PeerId
+from protocol.relay import Connect, Incoming, Ready
+from protocol.stream import Stream
 from protocol.wire import message
-
-HOST1, HOST2 = Address("host1", 1000), Address("host2", 1000)
 
 
 @message("test.echo")
@@ -75,3 +76,175 @@ async def test_data_go_through_a_relay(apart, autojump_clock):
         assert await stream.receive(Echo) == Echo(f"{sum(data)}")
     # Counted once, although they were sent inside another connection.
     assert len(data) < a.endpoint.bytes_sent < 1.1 * len(data)
+
+
+async def test_a_direct_connection_replaces_a_relayed_one_and_loses_nothing(apart, network, autojump_clock):
+    a, b, _ = await apart()
+    data = bytes(2_000_000)
+    with a.endpoint.watch() as events:
+        async with a.endpoint.open(b.peer, Blob(len(data)), bulk=True) as stream:
+            await stream.send_bytes(data[:1_000_000])
+            network.heal()
+            await b.endpoint._redial(a.peer)
+            await trio.sleep(0.1)
+            assert a.endpoint.path(b.peer) == b.endpoint.path(a.peer) == "direct"
+            assert await a.endpoint.request(b.peer, Echo(""), Echo) == Echo("!")
+            await stream.send_bytes(data[1_000_000:])
+            assert await stream.receive(Echo) == Echo("0")
+        await trio.sleep(1)
+        assert len(a.endpoint._connections) == len(b.endpoint._connections) == 2  # with that to the relay
+        assert [events.receive_nowait() for _ in range(2)] == [
+            PeerConnected(b.peer, "relayed"),
+            PathChanged(b.peer, "direct"),
+        ]
+        with pytest.raises(trio.WouldBlock):
+            events.receive_nowait()
+
+
+async def test_relayed_peers_keep_trying_to_connect_directly(apart, network, autojump_clock):
+    a, b, _ = await apart()
+    await a.endpoint.connect(b.peer)
+    await trio.sleep(100)
+    assert a.endpoint.path(b.peer) == "relayed"
+    network.heal()
+    await trio.sleep(300)
+    assert a.endpoint.path(b.peer) == b.endpoint.path(a.peer) == "direct"
+
+
+async def test_a_direct_connection_is_not_replaced_by_a_relayed_one(apart, network, autojump_clock):
+    a, b, relay = await apart()
+    network.heal()
+    await a.endpoint.connect(b.peer)
+    stream = await a.endpoint._relay.dial(relay.peer, b.peer)
+    b_links = len(b.endpoint._connections)
+    await stream.aclose()
+    assert a.endpoint.path(b.peer) == b.endpoint.path(a.peer) == "direct"
+    assert len(b.endpoint._connections) == b_links
+
+
+async def test_both_notice_when_the_relay_dies(apart, network, autojump_clock):
+    a, b, relay = await apart()
+    await a.endpoint.connect(b.peer)
+    with a.endpoint.watch() as here, b.endpoint.watch() as there:
+        with pytest.raises(PeerGone):
+            async with a.endpoint.open(b.peer, Blob(10**9), bulk=True) as stream:
+                await stream.send_bytes(bytes(1_000_000))
+                network.kill("host3")
+                await stream.send_bytes(bytes(10**7))
+        for events, other in ((here, b), (there, a)):
+            assert {(await events.receive()).peer for _ in range(2)} == {other.peer, relay.peer}
+    assert a.endpoint.connected == b.endpoint.connected == ()
+    with pytest.raises(PeerUnreachable):
+        await a.endpoint.connect(b.peer)
+
+
+async def test_the_end_of_a_relayed_connection_is_told(apart, autojump_clock):
+    a, b, relay = await apart()
+    await a.endpoint.connect(b.peer)
+    with b.endpoint.watch() as events:
+        a.endpoint.disconnect(b.peer, "enough")
+        while not isinstance(lost := await events.receive(), PeerLost):
+            pass
+    assert "enough" in lost.reason
+    await trio.sleep(6)
+    assert relay.endpoint._relay.circuits == 0
+
+
+async def test_data_that_the_relay_alters_end_the_connection(apart, monkeypatch, autojump_clock):
+    a, b, relay = await apart()
+    await a.endpoint.connect(b.peer)
+    seen = bytearray()
+    send = Stream.send_bytes
+
+    async def alter(stream, data):
+        changed = bytearray(data)
+        seen.extend(changed)
+        if armed and len(changed) > 100:
+            changed[50] ^= 1
+        await send(stream, changed)
+
+    armed = False
+    monkeypatch.setattr("protocol.relay.Stream.send_bytes", alter)  # that of the ends as well: they only note
+    assert await a.endpoint.request(b.peer, Echo("a secret" * 50), Echo, timeout=5)
+    assert b"a secret" not in seen
+    armed = True
+    with b.endpoint.watch() as events:
+        with pytest.raises(PeerGone):
+            await a.endpoint.request(b.peer, Echo("a secret" * 50), Echo, timeout=5)
+        assert (await events.receive()).peer == a.peer
+    # Whose fault it was is unknown: nobody is banned.
+    assert a.endpoint.is_connected(relay.peer)
+    monkeypatch.undo()
+    for _ in range(4):
+        assert await a.endpoint.request(b.peer, Echo(""), Echo) == Echo("!")
+
+
+async def refusal(node, relay, target):
+    with pytest.raises(RequestRefused) as caught:
+        await node.endpoint._relay.dial(relay.peer, target)
+    return caught.value.code
+
+
+async def test_relays_refuse(apart, start, network, autojump_clock):
+    a, b, relay = await apart(relay_limits=Limits(max_circuits=3, max_circuits_of_peer=2))
+    stranger = PeerId(bytes(32))
+    assert await refusal(a, relay, stranger) == "unknown_peer"
+    assert await refusal(a, relay, a.peer) == "unknown_peer"
+    circuits = [await a.endpoint._relay.dial(relay.peer, b.peer) for _ in range(2)]
+    assert await refusal(a, relay, b.peer) == "busy"
+    circuits.append(await b.endpoint._relay.dial(relay.peer, a.peer))
+    assert await refusal(b, relay, a.peer) == "busy"
+    for circuit in circuits:
+        await circuit.aclose()
+    await trio.sleep(11)
+    relay.endpoint.relaying = False
+    assert await refusal(a, relay, b.peer) == "no_relay"
+
+
+async def test_who_does_not_relay_is_not_asked(apart, autojump_clock):
+    a, b, relay = await apart(relay_limits=Limits(relay=False))
+    relay.endpoint.relaying = True  # cannot be: the limits say no
+    assert not a.endpoint._relay.relays(b.peer)
+    with pytest.raises(PeerUnreachable):
+        await a.endpoint.connect(b.peer)
+
+
+async def test_nothing_is_relayed_over_a_relayed_connection(apart, start, network, autojump_clock):
+    a, b, _ = await apart()
+    await a.endpoint.connect(b.peer)
+    c = await start(4)
+    await c.endpoint.connect(b.peer)
+    for request in (Connect(c.peer), Incoming(c.peer)):
+        with pytest.raises(RequestRefused) as caught:
+            await a.endpoint.request(b.peer, request, Ready)
+        assert caught.value.code == "nested"
+
+
+async def test_circuits_have_a_rate_and_an_end(apart, autojump_clock):
+    a, b, _ = await apart(relay_limits=Limits(max_relay_rate=1e6, max_relayed=6_000_000))
+    began = trio.current_time()
+    data = bytes(4_000_000)
+    async with a.endpoint.open(b.peer, Blob(len(data)), bulk=True) as stream:
+        await stream.send_bytes(data)
+        assert await stream.receive(Echo) == Echo("0")
+    assert trio.current_time() - began > 3.5
+    with pytest.raises(PeerGone):
+        async with a.endpoint.open(b.peer, Blob(len(data)), bulk=True) as stream:
+            await stream.send_bytes(data)
+            await stream.receive(Echo)
+    assert await a.endpoint.request(b.peer, Echo(""), Echo) == Echo("!")  # over a new circuit
+
+
+async def test_nothing_is_left_behind_by_circuits(apart, network, autojump_clock):
+    a, b, relay = await apart()
+    await trio.sleep(1)
+    tasks = trio.lowlevel.current_statistics().tasks_living
+    for _ in range(20):
+        assert await a.endpoint.request(b.peer, Echo(""), Echo) == Echo("!")
+        a.endpoint.disconnect(b.peer, "enough")
+        await trio.sleep(1)
+    await trio.sleep(20)
+    assert trio.lowlevel.current_statistics().tasks_living == tasks
+    for node in (a, b, relay):
+        assert not any(connection.streams for connection in node.endpoint._connections)
+    assert not relay.endpoint._relay._circuits
