@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol, TypeAlias
 
 import trio
 
@@ -27,6 +27,8 @@ from protocol.links import Links
 from protocol.stream import Stream
 from protocol.transport import Address, ByteStream, Transport
 from protocol.wire import message
+
+_Arrivals: TypeAlias = trio.MemoryReceiveChannel[ByteStream]
 
 ATTEMPTS = 3
 ATTEMPT_SECONDS = 4.0
@@ -255,22 +257,26 @@ class Puncher:
         async with await relayed.open() as stream:
             await stream.send(Offer(ours))
             theirs = (await stream.receive(Answer, timeout=_REPLY_SECONDS)).address
-            failure: ShoalError = PeerUnreachable("not tried")
-            for _ in range(ATTEMPTS):
-                await stream.receive(Sync, timeout=_REPLY_SECONDS)
-                began = trio.current_time()
-                await stream.send(Sync())
-                await stream.receive(Sync, timeout=_REPLY_SECONDS)
-                round_trip = trio.current_time() - began
-                await stream.send(Go())
-                await trio.sleep(round_trip / 2)
-                try:
-                    await self._attempt(theirs, relayed.peer, initiator=True)
-                    await stream.finish()
-                    return
-                except ShoalError as error:
-                    failure = error
-            raise failure
+            async with self._expecting(theirs) as arrivals:
+                await self._coordinate(stream, theirs, arrivals)
+            await stream.finish()
+
+    async def _coordinate(self, stream: Stream, theirs: Address, arrivals: _Arrivals) -> None:
+        failure: ShoalError = PeerUnreachable("not tried")
+        for _ in range(ATTEMPTS):
+            await stream.receive(Sync, timeout=_REPLY_SECONDS)
+            began = trio.current_time()
+            await stream.send(Sync())
+            await stream.receive(Sync, timeout=_REPLY_SECONDS)
+            round_trip = trio.current_time() - began
+            await stream.send(Go())
+            await trio.sleep(round_trip / 2)
+            try:
+                await self._attempt(theirs, stream.peer, arrivals, initiator=True)
+                return
+            except ShoalError as error:
+                failure = error
+        raise failure
 
     async def _on_offer(self, offer: Offer, stream: Stream) -> None:
         """The other side coordinates."""
@@ -280,31 +286,48 @@ class Puncher:
             ours = await self._locate()
         except PeerUnreachable as error:
             raise RequestRefused(str(error), code="unseen") from None
-        await stream.send(Answer(ours))
-        for _ in range(ATTEMPTS):
-            await stream.send(Sync())
-            await stream.receive(Sync, timeout=_REPLY_SECONDS)
-            await stream.send(Sync())
-            await stream.receive(Go, timeout=_REPLY_SECONDS)
-            with contextlib.suppress(ShoalError):
-                await self._attempt(offer.address, stream.peer, initiator=False)
-                return
+        async with self._expecting(offer.address) as arrivals:
+            await stream.send(Answer(ours))
+            for _ in range(ATTEMPTS):
+                await stream.send(Sync())
+                await stream.receive(Sync, timeout=_REPLY_SECONDS)
+                await stream.send(Sync())
+                await stream.receive(Go, timeout=_REPLY_SECONDS)
+                with contextlib.suppress(ShoalError):
+                    await self._attempt(offer.address, stream.peer, arrivals, initiator=False)
+                    return
 
-    async def _attempt(self, address: Address, peer: PeerId, *, initiator: bool) -> None:
-        stream = await self._dial(address)
+    @asynccontextmanager
+    async def _expecting(self, address: Address) -> AsyncIterator[_Arrivals]:
+        """What comes in at our listener from an address, in place of the answer to our dial.
+
+        The handshake's roles are those that were agreed on, and not those of who was dialled.
+        """
+        if address in self._arrivals:
+            raise PeerUnreachable(f"{address} is being dialled already")
+        send, receive = trio.open_memory_channel[ByteStream](1)
+        self._arrivals[address] = send
+        try:
+            yield receive
+        finally:
+            del self._arrivals[address]
+            with contextlib.suppress(trio.WouldBlock):
+                await _close([receive.receive_nowait()])
+            send.close()
+            receive.close()
+
+    async def _attempt(self, address: Address, peer: PeerId, arrivals: _Arrivals, *, initiator: bool) -> None:
+        stream = await self._dial(address, arrivals)
         with trio.move_on_after(ATTEMPT_SECONDS):
             await self._meet(stream, peer, initiator=initiator)
             return
         raise PeerUnreachable(f"no handshake with {peer.short}")
 
-    async def _dial(self, address: Address) -> ByteStream:
+    async def _dial(self, address: Address, arrivals: _Arrivals) -> ByteStream:
         """Dials from our listening port, and waits for the other side's dial as well: there is one connection."""
         port = self._port()
-        if port is None or address in self._arrivals:
-            raise PeerUnreachable(f"cannot dial {address} from the port that we listen on")
         found: list[ByteStream] = []
         failure: ShoalError = PeerUnreachable(f"{address} did not answer in time")
-        send, receive = trio.open_memory_channel[ByteStream](1)
 
         async def dial(patience: trio.CancelScope) -> None:
             nonlocal failure
@@ -315,21 +338,15 @@ class Puncher:
                 failure = error
                 patience.deadline = min(patience.deadline, trio.current_time() + _ARRIVAL_SECONDS)
 
-        self._arrivals[address] = send
         try:
-            with send, receive:
-                async with trio.open_nursery() as nursery:
-                    nursery.cancel_scope.deadline = trio.current_time() + ATTEMPT_SECONDS
-                    nursery.start_soon(dial, nursery.cancel_scope)
-                    found.append(await receive.receive())
-                    nursery.cancel_scope.cancel()
-                with contextlib.suppress(trio.WouldBlock):
-                    found.append(receive.receive_nowait())
+            async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.deadline = trio.current_time() + ATTEMPT_SECONDS
+                nursery.start_soon(dial, nursery.cancel_scope)
+                found.append(await arrivals.receive())
+                nursery.cancel_scope.cancel()
         except BaseException:
             await _close(found)
             raise
-        finally:
-            del self._arrivals[address]
         await _close(found[1:])
         if not found:
             raise failure
