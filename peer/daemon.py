@@ -49,6 +49,7 @@ parameters and momentum of two states (16); three results (12). For a moment: a 
 or the next state and the tensors that a checkpoint is written from (up to 36)."""
 
 UNSPECIFIED = ("0.0.0.0", "::")
+LOOPBACK = "127.0.0.1"
 
 Contact = tuple[PeerId | None, Address]
 
@@ -138,6 +139,7 @@ class _Daemon:
             psk=self._swarm_key,
             limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
             announce=config.announce,
+            local_host=_outward_host() if config.listen.host in UNSPECIFIED else None,
             rng=self._rng,
         )
         self._reachability = Reachability(
@@ -306,7 +308,7 @@ class _Daemon:
         assert bound is not None
         if self._config.announce is not None or bound.host not in UNSPECIFIED:
             return self._config.announce or bound
-        return self.endpoint.advertised() or Address(_outward_host(), bound.port)
+        return self.endpoint.advertised() or Address(_outward_host() or LOOPBACK, bound.port)
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first and then other peers that we know."""
@@ -330,14 +332,14 @@ class _Daemon:
             await trio.sleep(BOOK_PERIOD)
 
 
-def _outward_host() -> str:
-    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
+def _outward_host() -> str | None:
+    """This machine's address on the interface that leads to the internet, if there is one."""
     for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((somewhere, 9))  # sends nothing: it only picks a route
             host: str = probe.getsockname()[0]
             return host
-    return "127.0.0.1"
+    return None
 
 
 def _swarm_key(config: DaemonConfig) -> bytes | None:

@@ -69,6 +69,7 @@ class Endpoint:
         psk: The run's swarm key (32 bytes), or None for a public run.
         limits: See `Limits`.
         announce: Where others are to connect to; None if that is to be found out.
+        local_host: Our address on our own network, for others behind the same router.
         rng: The source of randomness for everything that is no secret. It must be in another state at every start of
             a peer, as that is how others notice that it was restarted.
     """
@@ -81,6 +82,7 @@ class Endpoint:
         psk: bytes | None = None,
         limits: Limits | None = None,
         announce: Address | None = None,
+        local_host: str | None = None,
         rng: random.Random,
     ) -> None:
         self.peer_id = identity.peer_id
@@ -96,6 +98,7 @@ class Endpoint:
         self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
         self._handlers = Handlers()
         self._announce = announce
+        self._local_host = local_host
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
         self._relay = Relay(self._links, self._limits, self._greet_relayed)
@@ -329,6 +332,7 @@ class Endpoint:
             await channel.aclose()
             raise PeerUnreachable(f"{route} is this very peer")
         theirs = await self._theirs(channel)
+        self._learn_from(channel.peer_id, theirs, None)
         if isinstance(route, Address):
             self._book.learn(channel.peer_id, (route,), proven=True)
         path: Path = "direct" if isinstance(route, Address) else "relayed"
@@ -392,7 +396,7 @@ class Endpoint:
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)
                     return
-                self._learn_from(channel, theirs, relayed=relayed is not None)
+                self._learn_from(channel.peer_id, theirs, None if relayed else channel.remote.host)
                 path: Path = "direct" if relayed is None else "relayed"
                 self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
         except HandshakeError:
@@ -474,13 +478,21 @@ class Endpoint:
             with trio.CancelScope(shield=True):
                 await channel.aclose()
 
-    def _learn_from(self, channel: SecureChannel, theirs: Hello, *, relayed: bool) -> None:
-        """Where somebody who has connected says that it listens."""
+    def _learn_from(self, peer: PeerId, theirs: Hello, host: str | None) -> None:
+        """Where somebody says that it listens.
+
+        Args:
+            peer: Who.
+            theirs: What it says.
+            host: Where it connected from, if it has dialled us.
+        """
         addresses = [] if theirs.address is None else [theirs.address]
-        if theirs.port and not relayed:
-            addresses.append(Address(channel.remote.host, theirs.port))
-        if addresses and channel.peer_id != self.peer_id:
-            self._book.learn(channel.peer_id, tuple(dict.fromkeys(addresses)), proven=True)
+        if theirs.port and host is not None:
+            addresses.append(Address(host, theirs.port))
+        if theirs.local and theirs.address and theirs.address.host == self._links.host_seen():  # behind the same router
+            addresses.append(theirs.local)
+        if addresses and peer != self.peer_id:
+            self._book.learn(peer, tuple(dict.fromkeys(addresses)), proven=True)
 
     def advertised(self) -> Address | None:
         """Where others are to connect to: as configured, else our port at the host that others see us at."""
@@ -490,7 +502,9 @@ class Endpoint:
         return Address(host, self.address.port)
 
     def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
-        hello = Hello(self._instance, dial, self._port() or 0, self.advertised(), seen, self._relay.open, probe)
+        port = self._port()
+        local = None if port is None or self._local_host is None else Address(self._local_host, port)
+        hello = Hello(self._instance, dial, port or 0, self.advertised(), local, seen, self._relay.open, probe)
         return wire.encode(hello)
 
     async def _theirs(self, channel: SecureChannel) -> Hello:

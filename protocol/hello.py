@@ -22,6 +22,8 @@ class Hello:
     """Where it listens, at the address it is seen with; 0 if it does not."""
     address: Address | None = None
     """Where others are to connect to, as far as it knows."""
+    local: Address | None = None
+    """Where it listens on its own network, for those behind the same router."""
     seen: Address | None = None
     """Where it sees the other side; nil if it dialled the other side, or there is a relay in between."""
     relays: bool = False

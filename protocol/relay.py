@@ -73,7 +73,8 @@ class Relay:
         self._limits = limits
         self._accept = accept
         self._bucket = TokenBucket(limits.max_relay_rate)
-        self._circuits: Counter[PeerId] = Counter()  # by who asked for them
+        self._sources: Counter[PeerId] = Counter()  # circuits by who asked for them
+        self._targets: Counter[PeerId] = Counter()
         self.open = limits.relay
         """Whether we serve others."""
 
@@ -85,7 +86,7 @@ class Relay:
     @property
     def circuits(self) -> int:
         """Pairs that we pass on bytes for."""
-        return self._circuits.total()
+        return self._sources.total()
 
     def relays(self, target: PeerId) -> list[PeerId]:
         """Connected peers that may pass on bytes to `target`, those with the shortest way first."""
@@ -130,7 +131,7 @@ class Relay:
         link = self._links.get(request.target)
         if link is None or link.relayed or request.target == stream.peer:
             raise RequestRefused(f"no connection to {request.target.short}", code="unknown_peer")
-        with self._counted(stream.peer):
+        with self._counted(stream.peer, request.target):
             async with await link.connection.open(bulk=True) as onward:
                 await onward.send(Incoming(stream.peer))
                 await onward.receive(Ready, timeout=DIAL_TIMEOUT)
@@ -138,16 +139,22 @@ class Relay:
                 await self._splice(stream, onward)
 
     @contextmanager
-    def _counted(self, source: PeerId) -> Iterator[None]:
-        limits = self._limits
-        if self._circuits[source] >= limits.max_circuits_of_peer or self.circuits >= limits.max_circuits:
+    def _counted(self, source: PeerId, target: PeerId) -> Iterator[None]:
+        limit = self._limits.max_circuits_of_peer
+        # Those to one target as well: they must leave streams of its connection for others.
+        if (
+            self.circuits >= self._limits.max_circuits
+            or self._sources[source] >= limit
+            or self._targets[target] >= 2 * limit
+        ):
             raise RequestRefused("too many circuits", code="busy")
-        self._circuits[source] += 1
+        self._sources[source] += 1
+        self._targets[target] += 1
         try:
             yield
         finally:
-            self._circuits[source] -= 1
-            self._circuits += Counter()  # drops zeros
+            self._sources -= Counter([source])  # what is zero is dropped
+            self._targets -= Counter([target])
 
     async def _splice(self, one: Stream, other: Stream) -> None:
         """Passes on bytes until both directions have ended, or one has for a while."""

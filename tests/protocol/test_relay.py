@@ -247,4 +247,4 @@ async def test_nothing_is_left_behind_by_circuits(apart, network, autojump_clock
     assert trio.lowlevel.current_statistics().tasks_living == tasks
     for node in (a, b, relay):
         assert not any(connection.streams for connection in node.endpoint._connections)
-    assert not relay.endpoint._relay._circuits
+    assert relay.endpoint._relay.circuits == 0
