@@ -207,3 +207,16 @@ async def test_impossible_tips_are_refused(autojump_clock, mesh, site):
         await b.membership.settled()
     assert a.membership.others == b.membership.others == ()
     assert not a.membership.knows(b.endpoint.peer_id)
+
+
+async def test_a_run_that_is_full_refuses_others(autojump_clock, mesh, site):
+    swarm = await mesh(3)
+    a, b, late = [await site(swarm, number, limit=1) for number in range(3)]
+    with trio.fail_after(60):
+        b.membership.meet([a.endpoint.peer_id])
+        await until(b.membership, lambda: b.membership.others)
+        late.membership.meet([a.endpoint.peer_id])
+        await late.membership.settled()
+    assert late.membership.refusal.code == "full"
+    assert late.membership.others == ()
+    assert [member.peer for member in a.membership.others] == [b.endpoint.peer_id]
