@@ -138,13 +138,18 @@ class Connection:
         self._nursery: trio.Nursery | None = None
         self._pings = 0
         self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
-        self._heard_at = 0.0
+        self._heard_at = trio.current_time()
         self._retired_at = math.inf
 
     @property
     def usable(self) -> bool:
         """New streams can be opened from this side."""
         return self.failure is None and not self.mux.retired
+
+    @property
+    def fresh(self) -> bool:
+        """The peer was heard a moment ago."""
+        return trio.current_time() - self._heard_at <= 2.5 * self._limits.heartbeat
 
     @property
     def streams(self) -> int:

@@ -90,4 +90,7 @@ def _summary(failures: Mapping[Route, ShoalError]) -> ShoalError:
     answered = [error for error in failures.values() if isinstance(error, HandshakeError)]
     if answered:
         return type(answered[0])(str(answered[0]), hint=answered[0].hint)
-    return PeerUnreachable("; ".join(str(error) for error in failures.values()))
+    said = [str(error) for route, error in failures.items() if isinstance(route, Address)]
+    if len(said) < len(failures):
+        said.append(f"none of {len(failures) - len(said)} connected peers relays to it")
+    return PeerUnreachable("; ".join(said))

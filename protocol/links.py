@@ -13,7 +13,7 @@ import trio
 from protocol.connection import Connection
 from protocol.hello import Hello
 from protocol.identity import PeerId
-from protocol.transport import Path
+from protocol.transport import Address, Path
 
 _SETTLED = 10.0  # seconds after which a connection is not one of two simultaneous dials any more
 _MAX_PER_PEER = 4  # connections, of which all but one are retired
@@ -51,12 +51,14 @@ PeerEvent: TypeAlias = PeerConnected | PathChanged | PeerLost
 class PeerStatistics:
     """What is known of a connection. Bytes are those on the wire."""
 
+    remote: Address
+    """The other end, as we see it; if it dialled us, not an address to dial."""
     rtt: float
     bytes_sent: int
     bytes_received: int
     streams: int
     seconds: float
-    path: Path = "direct"
+    path: Path
 
 
 @attrs.define(eq=False)
@@ -151,6 +153,7 @@ class Links:
             return None
         connection = link.connection
         return PeerStatistics(
+            remote=connection.channel.remote,
             rtt=connection.rtt,
             bytes_sent=connection.channel.bytes_sent,
             bytes_received=connection.channel.bytes_received,
@@ -186,11 +189,12 @@ class Links:
     def _wins(self, new: Link, old: Link) -> bool:
         """Which of two connections to use. Both sides come to the same answer.
 
-        One that goes through nobody else wins. Of two simultaneous dials that of the lower peer id wins. Otherwise the
+        One that goes through nobody else wins, unless it has gone silent: whoever comes over a relay all the same has
+        noticed that it is dead. Of two simultaneous dials that of the lower peer id wins. Otherwise the
         newer one does: whoever dialled it had noticed that the old one was dead.
         """
         if new.relayed != old.relayed:
-            return old.relayed
+            return old.relayed or not old.connection.fresh
         if new.connection.initiator == old.connection.initiator:
             return new.dial > old.dial
         if new.since - old.since > _SETTLED:

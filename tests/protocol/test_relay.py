@@ -122,6 +122,32 @@ async def test_a_direct_connection_is_not_replaced_by_a_relayed_one(apart, netwo
     assert len(b.endpoint._connections) == b_links
 
 
+async def test_a_direct_connection_that_has_gone_silent_is_replaced_by_a_relayed_one(start, network, autojump_clock):
+    a, b, relay = [await start(seed) for seed in (1, 2, 3)]
+    await a.endpoint.connect(b.peer)
+    for node in (a, b):
+        await node.endpoint.connect(relay.peer)
+    await trio.sleep(20)
+    network.partition(["host1"], ["host2"])
+    await trio.sleep(2)
+    with b.endpoint.watch() as events:
+        a.endpoint.disconnect(b.peer, "it is silent")  # one side notices earlier than the other
+        assert await a.endpoint.request(b.peer, Echo(""), Echo) == Echo("!")
+        await trio.sleep(30)
+        assert a.endpoint.path(b.peer) == b.endpoint.path(a.peer) == "relayed"
+        assert events.receive_nowait() == PathChanged(a.peer, "relayed")
+        with pytest.raises(trio.WouldBlock):
+            events.receive_nowait()
+
+
+async def test_why_a_peer_cannot_be_reached(apart, network, autojump_clock):
+    a, b, _ = await apart()
+    await b.stop()
+    network.heal()
+    with pytest.raises(PeerUnreachable, match="nobody listens there; none of 1 connected peers relays to it"):
+        await a.endpoint.connect(b.peer)
+
+
 async def test_both_notice_when_the_relay_dies(apart, network, autojump_clock):
     a, b, relay = await apart()
     await a.endpoint.connect(b.peer)
