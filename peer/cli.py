@@ -351,6 +351,7 @@ def _run_node(
             home=home,
             listen=node.listen,
             announce=node.announce,
+            relay=node.relay,
             data=node.data,
             events=events,
             device=_device(node.device),

@@ -71,6 +71,7 @@ class DaemonConfig:
     events: EventLog
     data: str = "stdlib"
     announce: Address | None = None
+    relay: bool = True
     device: str = "cpu"
     threads: int = 1
     max_upload: int | None = None
@@ -137,7 +138,7 @@ class _Daemon:
             self._identity,
             transport,
             psk=self._swarm_key,
-            limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
+            limits=Limits(max_upload=config.max_upload, max_download=config.max_download, relay=config.relay),
             announce=config.announce,
             local_host=_outward_host() if config.listen.host in UNSPECIFIED else None,
             rng=self._rng,

@@ -82,6 +82,7 @@ class NodeOptions(HomeOptions):
         Address | None,
         typer.Option(parser=parse_address, metavar="HOST:PORT", help="Address to tell others instead, if it differs."),
     ] = None
+    relay: Annotated[bool, typer.Option(help="Pass on bytes between peers that cannot reach each other.")] = True
     events: Annotated[Path | None, typer.Option(metavar="FILE", help="Append events as JSON Lines.")] = None
     ticket_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a ticket for the run, to invite others.")

@@ -103,7 +103,7 @@ class Observer:
         self._links = links
         self._probe = probe
         self._lock = trio.Lock()
-        self._seen: Address | None = None
+        self._seen: set[Address] = set()
         self._until = -math.inf
         self._served = 0
         self._expected: dict[bytes | None, trio.Event] = {}
@@ -119,10 +119,16 @@ class Observer:
             PeerUnreachable: Nobody can tell, or each says something else.
         """
         async with self._lock:
-            if self._seen is None or trio.current_time() > self._until:
+            # While the connections are held that were made for this, they cannot be made again.
+            if not self._seen or trio.current_time() > self._until:
                 self._seen = await self._ask(port, nursery)
-                self._until = trio.current_time() + PROBE_SECONDS / 2
-            return self._seen
+                self._until = trio.current_time() + PROBE_SECONDS
+            seen = self._seen
+        if not seen:
+            raise PeerUnreachable("nobody can tell where this peer is seen from outside")
+        if len(seen) > 1:
+            raise PeerUnreachable("each destination sees this peer at another address: there can be no direct dial")
+        return next(iter(seen))
 
     async def serve(self, channel: SecureChannel) -> None:
         """Somebody has connected only to be seen, or to say a word. Holds the connection for its time.
@@ -146,25 +152,21 @@ class Observer:
         finally:
             del self._expected[word]
 
-    async def _ask(self, port: int, nursery: trio.Nursery) -> Address:
+    async def _ask(self, port: int, nursery: trio.Nursery) -> set[Address]:
         dialled = [link.connection for link in self._links.direct() if link.connection.initiator]
-        answers: list[Address] = []
+        answers: set[Address] = set()
 
         async def ask(address: Address) -> None:
             with contextlib.suppress(ShoalError):
                 channel, seen = await self._probe(address, port)
                 nursery.start_soon(_hold, channel, 1.5 * PROBE_SECONDS)
                 if seen is not None:
-                    answers.append(seen)
+                    answers.add(seen)
 
         async with trio.open_nursery() as asking:
             for connection in dialled[-OBSERVERS:]:
                 asking.start_soon(ask, connection.channel.remote)
-        if not answers:
-            raise PeerUnreachable("nobody can tell where this peer is seen from outside")
-        if len(set(answers)) > 1:
-            raise PeerUnreachable("each destination sees this peer at another address: there can be no direct dial")
-        return answers[0]
+        return answers
 
 
 async def _hold(channel: SecureChannel, seconds: float) -> bytes | None:
