@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from protocol.connection import Limits
+from protocol.door import origin
 from protocol.errors import PeerGone, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.links import Links
@@ -28,6 +29,7 @@ from protocol.transport import DIAL_TIMEOUT, Address, Buffer
 from protocol.wire import message
 
 _CHUNK = 1 << 16
+_IDLE = 30.0  # seconds without a byte after which a circuit is ended
 _FAREWELL = 5.0  # seconds that one direction goes on when the other has ended
 _DOMAIN = "relay"  # relayed connections come from PEER.relay: all through one relay have the same origin
 
@@ -73,8 +75,10 @@ class Relay:
         self._limits = limits
         self._accept = accept
         self._bucket = TokenBucket(limits.max_relay_rate)
-        self._sources: Counter[PeerId] = Counter()  # circuits by who asked for them
-        self._targets: Counter[PeerId] = Counter()
+        self._circuits: Counter[Hashable] = Counter()
+        self._origins: Counter[Hashable] = Counter()  # circuits by the address of those who asked for them
+        self._sources: Counter[Hashable] = Counter()
+        self._targets: Counter[Hashable] = Counter()
         self.open = limits.relay
         """Whether we serve others."""
 
@@ -86,7 +90,7 @@ class Relay:
     @property
     def circuits(self) -> int:
         """Pairs that we pass on bytes for."""
-        return self._sources.total()
+        return self._circuits.total()
 
     def relays(self, target: PeerId) -> list[PeerId]:
         """Connected peers that may pass on bytes to `target`, those with the shortest way first."""
@@ -140,21 +144,30 @@ class Relay:
 
     @contextmanager
     def _counted(self, source: PeerId, target: PeerId) -> Iterator[None]:
-        limit = self._limits.max_circuits_of_peer
-        # Those to one target as well: they must leave streams of its connection for others.
-        if (
-            self.circuits >= self._limits.max_circuits
-            or self._sources[source] >= limit
-            or self._targets[target] >= 2 * limit
-        ):
+        """Counts a circuit as long as it lasts.
+
+        Identities cost nothing, so no address gets more than half of all circuits. Those to one target are bounded
+        because they must leave streams of its connection for others.
+        """
+        limits = self._limits
+        asking = self._links.get(source)
+        uses: tuple[tuple[Counter[Hashable], Hashable, int], ...] = (
+            (self._circuits, "all", limits.max_circuits),
+            (self._origins, origin(asking.connection.channel.remote.host) if asking else "", limits.max_circuits // 2),
+            (self._sources, source, limits.max_circuits_of_peer),
+            (self._targets, target, 2 * limits.max_circuits_of_peer),
+        )
+        if any(counter[key] >= limit for counter, key, limit in uses):
             raise RequestRefused("too many circuits", code="busy")
-        self._sources[source] += 1
-        self._targets[target] += 1
+        for counter, key, _ in uses:
+            counter[key] += 1
         try:
             yield
         finally:
-            self._sources -= Counter([source])  # what is zero is dropped
-            self._targets -= Counter([target])
+            for counter, key, _ in uses:
+                counter.subtract([key])
+                if not counter[key]:
+                    del counter[key]
 
     async def _splice(self, one: Stream, other: Stream) -> None:
         """Passes on bytes until both directions have ended, or one has for a while."""
@@ -170,7 +183,7 @@ class Relay:
 
     async def _copy(self, source: Stream, target: Stream, budget: _Budget) -> None:
         buffer = memoryview(bytearray(_CHUNK))
-        while count := await source.receive_some(buffer):
+        while count := await self._receive(source, buffer):
             budget.left -= count
             if budget.left < 0:
                 raise RequestRefused(f"{self._limits.max_relayed} bytes have been relayed", code="used_up")
@@ -183,6 +196,12 @@ class Relay:
             await target.send_bytes(buffer[:count])
         if not target.raw.stopped:
             await target.finish()
+
+    async def _receive(self, source: Stream, buffer: memoryview) -> int:
+        """As `Stream.receive_some`. Ends a circuit on which there are not even heartbeats."""
+        with trio.move_on_after(_IDLE):
+            return await source.receive_some(buffer)
+        raise RequestRefused(f"nothing was sent for {_IDLE:g} s", code="idle")
 
 
 @attrs.define

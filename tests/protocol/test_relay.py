@@ -12,6 +12,7 @@ from protocol.errors import PeerGone, PeerUnreachable, RequestRefused
 from protocol.identity import PeerId
 from protocol.relay import Connect, Incoming, Ready
 from protocol.stream import Stream
+from protocol.transport import Address
 from protocol.wire import message
 
 
@@ -212,19 +213,50 @@ async def refusal(node, relay, target):
 
 
 async def test_relays_refuse(apart, start, network, autojump_clock):
-    a, b, relay = await apart(relay_limits=Limits(max_circuits=3, max_circuits_of_peer=2))
+    a, b, relay = await apart(relay_limits=Limits(max_circuits=4, max_circuits_of_peer=2))
     stranger = PeerId(bytes(32))
     assert await refusal(a, relay, stranger) == "unknown_peer"
     assert await refusal(a, relay, a.peer) == "unknown_peer"
     circuits = [await a.endpoint._relay.dial(relay.peer, b.peer) for _ in range(2)]
     assert await refusal(a, relay, b.peer) == "busy"
-    circuits.append(await b.endpoint._relay.dial(relay.peer, a.peer))
-    assert await refusal(b, relay, a.peer) == "busy"
     for circuit in circuits:
         await circuit.aclose()
     await trio.sleep(11)
     relay.endpoint.relaying = False
     assert await refusal(a, relay, b.peer) == "no_relay"
+
+
+async def test_nobody_gets_all_circuits(start, network, autojump_clock):
+    relay = await start(9, limits=Limits(max_circuits=4, max_circuits_of_peer=2))
+    target = await start(8)
+    await target.endpoint.connect(relay.peer)
+    crowd = [await start(seed, transport=network.transport("crowd"), listen=Address("crowd", seed)) for seed in (1, 2)]
+    others = [await start(seed) for seed in (3, 4, 5)]
+    for node in (*crowd, *others):
+        await node.endpoint.connect(relay.peer)
+    await crowd[0].endpoint._relay.dial(relay.peer, target.peer)
+    await crowd[1].endpoint._relay.dial(relay.peer, target.peer)
+    assert await refusal(crowd[1], relay, target.peer) == "busy"  # half of all for one address
+    await others[0].endpoint._relay.dial(relay.peer, target.peer)
+    await others[1].endpoint._relay.dial(relay.peer, target.peer)
+    assert await refusal(others[2], relay, target.peer) == "busy"
+    await trio.sleep(20)  # nobody shakes hands: the target ends them
+    assert relay.endpoint._relay.circuits == 0
+
+
+async def test_circuits_without_a_byte_end(apart, autojump_clock):
+    async def accept(stream, source):
+        pass
+
+    a, b, relay = await apart()
+    b.endpoint._relay._accept = accept  # in league with the other side
+    circuit = await a.endpoint._relay.dial(relay.peer, b.peer)
+    await trio.sleep(20)
+    assert relay.endpoint._relay.circuits == 1
+    with pytest.raises(PeerGone, match="nothing was sent"):
+        await circuit.receive_into(memoryview(bytearray(1)))
+    await trio.sleep(1)
+    assert relay.endpoint._relay.circuits == 0
 
 
 async def test_who_does_not_relay_is_not_asked(apart, autojump_clock):
