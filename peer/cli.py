@@ -8,6 +8,7 @@ answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -60,8 +61,18 @@ class UsageError(ShoalError):
 
 
 def main() -> None:
-    """Runs the command line and exits."""
-    app()
+    """Runs the command line and exits.
+
+    At once: with PyTorch loaded, the interpreter's own way out takes seconds on a busy machine, and nothing is left to
+    be done. Whoever pressed Ctrl-C is waiting.
+    """
+    try:
+        app()
+    except SystemExit as left:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(left.code if isinstance(left.code, int) else FAILED if left.code else 0)
 
 
 def exit_code(error: ShoalError) -> int:
@@ -96,9 +107,9 @@ def command(example: str) -> Callable[[Callable[..., None]], Callable[..., None]
             except ShoalError as error:
                 complain(str(error), error.hint)
                 raise typer.Exit(exit_code(error)) from error
-            except KeyboardInterrupt as error:
+            except (KeyboardInterrupt, typer.Abort) as error:
                 raise typer.Exit(INTERRUPTED) from error
-            except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            except (typer.Exit, typer.BadParameter, BrokenPipeError):
                 raise  # typer's own ways out
             except Exception as error:  # the end of the line: nobody above could do better than this
                 _crashed(error, HomeOptions(home=values.get("home"), debug=values.get("debug", False)))
@@ -171,6 +182,7 @@ def start(
         Path | None,
         typer.Argument(help="From `shoal init`. Default: this home's run, or a new one."),
     ] = None,
+    wait_for: Annotated[int, typer.Option(min=1, help="Peers, this one included, to begin training with.")] = 1,
 ) -> None:
     """Found a run, print its ticket, and train. In the same home, go on with it.
 
@@ -180,7 +192,9 @@ def start(
 
     home = Home(node.path)
     founded = _founded(manifest, settings.tables(), node, home)
-    _run_node(node, home, manifest=founded, on_ticket=lambda ticket: print(ticket.encode(), flush=True))
+    _run_node(
+        node, home, manifest=founded, wait_for=wait_for, on_ticket=lambda ticket: print(ticket.encode(), flush=True)
+    )
 
 
 @command("shoal join shoal:mfrggzdf… --max-upload 2M")
@@ -191,9 +205,10 @@ def join(
     """Take part in a run. Ctrl-C leaves it at any time."""
     from peer.home import Home
     from peer.manifest import ManifestError
-    from peer.ticket import Ticket
+    from peer.ticket import MAX_TICKET, Ticket
 
-    parsed = Ticket.parse(sys.stdin.readline() if ticket == "-" else ticket, time.time())
+    text = sys.stdin.read(2 * MAX_TICKET + 1) if ticket == "-" else ticket
+    parsed = Ticket.parse(text, time.time())
     try:
         _run_node(node, Home(node.path), ticket=parsed)
     except ManifestError as error:  # it came from the network: nothing that this user could correct
@@ -334,6 +349,7 @@ def _run_node(
     *,
     manifest: Manifest | None = None,
     ticket: Ticket | None = None,
+    wait_for: int = 1,
     on_ticket: Callable[[Ticket], None] | None = None,
 ) -> None:
     """Runs a daemon until it ends; exits with its code unless it is done."""
@@ -361,6 +377,8 @@ def _run_node(
             max_memory=node.max_memory,
             manifest=manifest,
             ticket=ticket,
+            wait_for=wait_for,
+            linger=node.linger,
         )
         status_file = StatusFile(home.status, events, str(home.identity.peer_id))
         console = Console(lambda: status_file.status, live=sys.stderr.isatty(), quiet=node.quiet)

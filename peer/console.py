@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peer.status import Status
 
 _REFRESH: Final = 4.0  # times a second
-FAILED: Final = "failed"
+DELIBERATE: Final = ("finished", "cancelled")  # reasons for which a peer stops without a fault
 _SHORT: Final = 8  # characters of a peer id
 
 
@@ -88,9 +88,11 @@ def describe(event: Event) -> str | None:
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
         case "validation" if event.get("loss") is not None:
             return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
+        case "checkpoint_failed":
+            return f"round {event['round']}: NOT SAVED: {reason}"
         case "banned":
             return f"peer {peer} is banned: {reason}"
-        case "stopped" if reason != FAILED:  # else the error follows
+        case "stopped" if reason in DELIBERATE:  # else the error follows, and says the same
             return f"stopped: {reason}"
     return None
 

@@ -79,6 +79,10 @@ class DaemonConfig:
     max_memory: int | None = None
     manifest: Manifest | None = None
     ticket: Ticket | None = None
+    wait_for: int = 1
+    """Peers, this one included, that a founder waits for before the first round."""
+    linger: float = 0.0
+    """Seconds to stay after the last round at least, for newcomers."""
 
 
 async def run_daemon(
@@ -162,12 +166,12 @@ class _Daemon:
         allowed = _allowed(manifest)
         if allowed is not None and self.endpoint.peer_id not in allowed:
             raise RequestRefused(
-                "this run admits only the peers on its list",
+                f"this run admits only the peers on its list, and {self.endpoint.peer_id} is not on it",
                 code="not_allowed",
-                hint=f"this peer is {self.endpoint.peer_id}; only the founder of a run can list it",
+                hint="whoever founds a run can list you under membership.allow",
             )
-        self._keep_manifest(manifest)
         trainer = await self._compute(self._make_trainer, settings, corpus)
+        self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
 
         membership = Membership(
@@ -186,6 +190,7 @@ class _Daemon:
             manifest.run_id,
             settings=RoundTimes(grace=settings.round.grace),
             members=membership.partners,
+            expected=membership.expected,
             report=self._report,
             admits=membership.knows,
             max_weight=settings.limits.weight,
@@ -214,8 +219,10 @@ class _Daemon:
             checkpoints=self._home.checkpoints,
             events=self._events,
             compute=self._compute,
+            linger=config.linger,
         )
-        await node.run(local, founding=manifest.founder == self._identity.public_key)
+        founding = config.wait_for if manifest.founder == self._identity.public_key else None
+        await node.run(local, founding=founding)
 
     async def _bootstrap(self) -> None:
         """Reaches the peers that the ticket and the address book name."""

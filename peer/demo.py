@@ -19,6 +19,7 @@ import trio
 
 from peer.child import Child, spawn
 from peer.console import size
+from peer.data import Corpus, Dataset
 from peer.live import Display
 from peer.manifest import dump_settings
 from peer.recording import Event
@@ -33,7 +34,7 @@ from peer.settings import (
     Settings,
 )
 from peer.verdict import Scenario, judge
-from protocol.errors import ShoalError
+from protocol.errors import DataError, ShoalError
 
 COMMAND = (sys.executable, "-m", "peer")
 KILL_ROUND = 3  # the victim dies in the first reduce of this round or a later one that it takes part in
@@ -41,7 +42,7 @@ LEAST_ROUNDS = KILL_ROUND + 2  # so that there are rounds left for the newcomer
 UPLOAD = 4_000_000  # bytes/s, a good home uplink: a reduce takes long enough to be interrupted
 POLL = 0.02  # seconds between looks at the event files; far less than a reduce takes
 REDRAW = 0.25  # seconds between updates of the live table
-LINGER = 60.0  # seconds that the last daemons may stay behind the first one that finished
+LINGER = 60.0  # seconds that the last daemons may be behind the first one that finished
 STOP = 3.0  # seconds that a daemon has to stop when asked (it takes two at most), before it is killed
 ERROR_SETTLE = 1.0  # seconds for a daemon that printed an error to print the rest and exit
 SAMPLE_BYTES = 300
@@ -150,10 +151,20 @@ def _check(options: DemoOptions) -> None:
         )
     if options.inner_steps < 1:
         raise DemoFailed(f"{options.inner_steps} inner steps are too few", hint="use --inner-steps 1 or more")
-    if options.data != "stdlib" and not Path(options.data).exists():
-        raise DemoFailed(f"there is no {options.data}", hint='--data takes "stdlib" or an existing path')
+    try:
+        settings = demo_settings(options.rounds, options.inner_steps, options.data)
+        Dataset(Corpus.open(options.data), settings.data, seed=settings.run.seed, context=settings.model.context)
+    except DataError as error:
+        raise DemoFailed(str(error), hint=error.hint) from error
     if options.keep is not None and options.keep.exists() and not (options.keep.is_dir() and _empty(options.keep)):
         raise DemoFailed(f"{options.keep} is not an empty directory", hint="--keep takes a new or an empty directory")
+    if options.keep is not None:
+        try:
+            options.keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DemoFailed(
+                f"{options.keep} cannot be made: {error.strerror}", hint="choose another --keep"
+            ) from error
 
 
 def _empty(directory: Path) -> bool:
@@ -164,7 +175,6 @@ def _empty(directory: Path) -> bool:
 def _directory(keep: Path | None) -> Iterator[Path]:
     """The directory of all homes, logs and events: `keep`, or a temporary one."""
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
     else:
         with tempfile.TemporaryDirectory(prefix="shoal-demo-") as temporary:
@@ -241,7 +251,7 @@ class _Stage:
         manifest = self._root / "manifest.toml"
         manifest.write_text(dump_settings(demo_settings(options.rounds, options.inner_steps, options.data)))
         self._say(f"{options.peers} daemons, {options.rounds} rounds of {options.inner_steps} inner steps")
-        founder = self._start("founder", "start", str(manifest))
+        founder = self._start("founder", "start", str(manifest), "--wait-for", str(options.peers))
         await self._until(lambda: bool(founder.read_ticket()))
         return founder
 
@@ -260,6 +270,7 @@ class _Stage:
             "--data": data,
             "--device": "cpu",
             "--threads": 1,
+            "--linger": LINGER,  # however short the run is, the newcomer finds somebody
             "--max-upload": UPLOAD,
         }
         # --debug: a traceback belongs into the log, since the home with its crash.log may be removed at the end.
@@ -281,13 +292,21 @@ class _Stage:
         self._say(f"{victim.name} gets SIGKILL in round {self._plot.killed_round}")
 
     async def _finish(self, alive: Sequence[Child]) -> None:
-        """Waits until all daemons have ended by themselves, as they do after the last round."""
-        await self._until(lambda: not all(child.running for child in alive))
+        """Waits until all daemons have the last round, and lets them go."""
+        await self._until(lambda: any(self._is_done(child) for child in alive))
         with trio.move_on_after(LINGER):
-            await self._until(lambda: not any(child.running for child in alive))
+            await self._until(lambda: all(self._is_done(child) for child in alive))
+            await self._stop()
+            for child in alive:
+                child.poll()  # for their last words, which have the totals of bytes
             return
-        late = next(child for child in alive if child.running)
-        raise DemoFailed(f"{late.name} did not end after the last round", log=late.log_tail())
+        late = next(child for child in alive if not self._is_done(child))
+        raise DemoFailed(f"{late.name} did not get to the last round", log=late.log_tail())
+
+    def _is_done(self, child: Child) -> bool:
+        validated = child.recording.last("validation")
+        last = self._options.rounds
+        return child.recording.revision == last and validated is not None and validated.integer("round") == last
 
     async def _take_sample(self) -> str:
         """Text from the trained model; empty if that could not be had."""

@@ -46,6 +46,12 @@ AVOIDED = 10.0
 STABLE = 5.0
 """A connection that broke sooner than this after the hello is not made anew at once."""
 
+NEAR = 2
+"""A member that is no further behind catches up by fetching the results of the rounds that it lacks."""
+
+PATIENCE = 3
+"""Rounds in which a member that is behind is waited for although it does not get ahead."""
+
 STRANGERS = 16
 """Peers from the DHT that are looked up and greeted in one search; anybody can publish a record."""
 
@@ -123,6 +129,8 @@ class Member:
     number: int = 0
     since: float = 0.0
     """When it said hello, on trio's clock."""
+    progressed: int = 0
+    """The revision that we held when it told us this tip."""
 
 
 @attrs.define
@@ -201,7 +209,8 @@ class Membership:
     def partners(self) -> list[PeerId]:
         """The members that can make the next round with us, ourselves included: active, and on our branch.
 
-        A member at our revision must have our digest; one revision to either side it is about to follow, or to lead.
+        A member at our revision must have our digest. One that is a revision behind is about to follow, and one that is
+        up to `NEAR` revisions ahead knows how to.
         """
         mine = self._tip
         found = [self._endpoint.peer_id] if self._active else []
@@ -209,22 +218,39 @@ class Membership:
             if mine is None or member.tip is None or not member.active or self._doubted(member.peer, DOUBTS):
                 continue
             ahead = member.tip.revision - mine.revision
-            if ahead in (-1, 1) or (ahead == 0 and member.tip.digest == mine.digest):
+            if member.tip.digest == mine.digest if ahead == 0 else -1 <= ahead <= NEAR:
                 found.append(member.peer)
+        return sorted(found)
+
+    def expected(self) -> list[PeerId]:
+        """The members that the next round may bring together, ourselves included.
+
+        Those are the partners, and those that are behind and may be catching up: they come when they have. They are
+        given a few rounds from each step that they get ahead.
+        """
+        mine = self._tip
+        found = {self._endpoint.peer_id, *self.partners()}
+        for member in self._members.values():
+            if mine is None or member.tip is None or self._doubted(member.peer, DOUBTS):
+                continue
+            behind = member.tip.revision < mine.revision <= member.progressed + PATIENCE
+            if behind or member.tip.digest == mine.digest:
+                found.add(member.peer)
         return sorted(found)
 
     def better(self, *, branched: PeerId | None = None) -> Member | None:
         """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
 
-        A tip that is a single round ahead of ours is most likely the round that we are about to finish, and no reason
-        to fetch anything, unless the member is `branched`: known to be on another branch.
+        A tip that is a single round ahead of ours is most likely the round that we are about to finish, and the results
+        of `NEAR` rounds are no more than the state: no reason to fetch that, unless the member is `branched`: known to
+        be on another branch.
         """
         mine = self._tip
 
-        def is_next(member: Member) -> bool:
-            return mine is not None and member.tip is not None and member.tip.revision == mine.revision + 1
+        def is_near(member: Member) -> bool:
+            return mine is not None and member.tip is not None and 0 < member.tip.revision - mine.revision <= NEAR
 
-        return self._best(member for member in self._members.values() if member.peer == branched or not is_next(member))
+        return self._best(member for member in self._members.values() if member.peer == branched or not is_near(member))
 
     def ahead(self) -> Member | None:
         """The member with the best tip if that is better than ours, even if only by the next round. Else None."""
@@ -391,7 +417,7 @@ class Membership:
         if not self._may_join(stream.peer):
             raise RequestRefused("this run admits only the peers on its list", code=NOT_ALLOWED)
         if stream.peer not in self._members and len(self._members) >= self._limit:
-            raise RequestRefused(f"this peer keeps at most {self._limit} connections to members", code=FULL)
+            raise RequestRefused(f"this run is full: it admits {self._limit + 1} peers at most", code=FULL)
         if not self._note(stream.peer, hello.status):
             raise RequestRefused("no such state can exist in this run", code="implausible")
         known = tuple(
@@ -408,7 +434,10 @@ class Membership:
         if not self._endpoint.is_connected(peer) or (known is not None and known.number > status.number):
             return True
         since = trio.current_time() if known is None else known.since
-        self._members[peer] = Member(peer, tip, status.active, status.number, since)
+        progressed = 0 if self._tip is None else self._tip.revision
+        if known is not None and known.tip == tip:
+            progressed = known.progressed
+        self._members[peer] = Member(peer, tip, status.active, status.number, since, progressed)
         if known is None:
             self._former.pop(peer, None)
             self._seen(peer)

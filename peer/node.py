@@ -77,17 +77,21 @@ class Node:
     checkpoints: Path
     events: EventLog
     compute: Compute = in_worker_thread
+    linger: float = 0.0
+    """Seconds to stay after the last round at least, for newcomers."""
 
-    async def run(self, local: Checkpoint | None, *, founding: bool) -> None:
+    async def run(self, local: Checkpoint | None, *, founding: int | None) -> None:
         """Finds the state and trains to the last round, or until cancelled.
 
         Args:
             local: Our own checkpoint of this run, if there is one.
-            founding: Whether to make the first state if no member has one.
+            founding: How many peers, we included, must be there for us to make the first state if no member has one.
+                None: that is not for us to do.
 
         Raises:
             RequestRefused: We have no state, and no member takes us in.
             PeerUnreachable: We have no state, and there is no member.
+            CheckpointError: The run is over, but its result could not be saved.
         """
         state = await self._first_state(local, founding=founding)
         if local is not None:
@@ -99,14 +103,14 @@ class Node:
             state, took_part = await self._round(before)
             # Who is behind skips this: it would otherwise take as long for each round as the others, and stay behind.
             if took_part:
-                await self._save(state)
+                saved = state if await self._save(state) is None else None
                 await self._validate(state)
-                saved = state
-        if state is not saved:
-            await self._save(state)
+        problem = None if state is saved else await self._save(state)
         await self._linger(state)
+        if problem is not None:
+            raise problem
 
-    async def _first_state(self, local: Checkpoint | None, *, founding: bool) -> CommittedState:
+    async def _first_state(self, local: Checkpoint | None, *, founding: int | None) -> CommittedState:
         """The state to start from: the members' if they have a better one than our checkpoint, else ours."""
         state = None if local is None else local.state
         await self._stand_at(state, active=False)
@@ -120,10 +124,10 @@ class Node:
                 raise self.membership.refusal
             if state is not None:
                 return state
-            if founding:
+            if founding is not None and len(self.membership.others) + 1 >= founding:
                 outer = await self.compute(self.trainer.initial_state)
                 return await self.compute(CommittedState.genesis, self.run_id, outer)
-            if self.membership.others:
+            if self.membership.others or founding is not None:
                 hopeless = trio.current_time() + FORLORN
             elif trio.current_time() >= hopeless:
                 raise self.membership.refusal or PeerUnreachable(
@@ -315,17 +319,20 @@ class Node:
         loss = await self.compute(self.trainer.evaluate, state.outer)
         self.events.emit("validation", round=state.header.revision, loss=loss)
 
-    async def _save(self, state: CommittedState) -> None:
-        """Saves a checkpoint. If that fails (a full disk), training goes on with the earlier ones."""
+    async def _save(self, state: CommittedState) -> CheckpointError | None:
+        """Saves a checkpoint. If that fails (a full disk), says so; training can go on with the earlier ones."""
         inner = await self.compute(self.trainer.inner_state)
         saved = Checkpoint(self.settings, state, inner)
         try:
             await self.compute(checkpoint.save, self.checkpoints, saved, self.trainer.flat)
         except CheckpointError as error:
             self.events.emit("checkpoint_failed", round=state.header.revision, reason=str(error))
+            return error
+        return None
 
     async def _linger(self, state: CommittedState) -> None:
         """Stays for those who lack the last round, as long as they are there and for a limited time."""
+        await trio.sleep(self.linger)
         deadline = trio.current_time() + LINGER
         limit = trio.current_time() + LONGEST_LINGER
         while any(_lags(member, state) for member in self.membership.others) and trio.current_time() < deadline:

@@ -100,6 +100,9 @@ class NodeOptions(HomeOptions):
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Processor threads for training. Default: all.")
     ] = None
+    linger: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Stay so long after the last round, for newcomers.")
+    ] = 0.0
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only errors.")] = False
 
 

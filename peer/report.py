@@ -277,7 +277,7 @@ def _header(verdict: Verdict) -> str:
         f"digests of {len(verdict.digests)} peers at the end": "equal" if equal else "NOT equal",
         "validation loss, nats per byte": "?" if first is None or last is None else f"{first:.2f} → {last:.2f}",
         "less sent than data-parallel": f"{ratio:.1f}×",
-        "lost to the death of a peer": "?" if lost is None else f"{lost:.1f} s",
+        "lost to the death of a peer": "?" if lost is None else f"{max(lost, 0.0):.1f} s",
         "in all": f"{verdict.seconds:.0f} s",
     }
     shown = "".join(f'<div class="tile"><b>{_text(v)}</b><span>{_text(k)}</span></div>' for k, v in tiles.items())

@@ -46,6 +46,7 @@ class Status:
     bytes_sent: int = 0  # in rounds
     bytes_received: int = 0
     failures: int = 0  # rounds that failed
+    problem: str | None = None  # why the latest checkpoint could not be saved
     reason: str | None = None  # why it stopped
 
     def after(self, event: Event) -> Status:
@@ -148,6 +149,8 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
                 "tokens": status.tokens + event.get("tokens", 0),
                 "tokens_per_second": event.get("tokens_per_second") or 0.0,
             }
+        case "checkpoint_failed":
+            return {"problem": event.get("reason")}
         case "validation":
             return {"validation": event["loss"]}
         case "stopped":

@@ -73,13 +73,15 @@ class Candidate:
 class View:
     """What the coordinating peer knows at the moment of a decision."""
 
-    live: frozenset[PeerId]
-    """Live, synchronised members, ourselves included; without those that this round could not reach."""
+    expected: frozenset[PeerId]
+    """Connected members that this round may bring together, ourselves included: who is not ready is waited for."""
     leading: bool
     """Whether it is up to us to coordinate."""
     rank: int
     base: bytes | None
     """Digest of our own state before the round; None if we are not there yet."""
+    patience: float = 0.0
+    """Seconds that a round goes on for members that say they are `late`: as long as the last one took to reduce."""
 
 
 @attrs.frozen
@@ -106,7 +108,7 @@ class Aborted:
 
 
 Action = Send | Announce | Aborted
-Answer = Literal["asked", "noted", "led", "gone"]
+Answer = Literal["asked", "noted", "late", "led", "gone"]
 _T = TypeVar("_T", int, bytes)
 
 
@@ -157,6 +159,11 @@ class Coordinator:
         """Those who are ready and have not been sent away."""
         return frozenset(self._candidates)
 
+    @property
+    def collecting(self) -> bool:
+        """Whether the window is open."""
+        return self.closes is not None and self.plan is None and self.holder is None
+
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`."""
         self._candidates[peer] = candidate
@@ -167,7 +174,7 @@ class Coordinator:
         self._candidates.pop(peer, None)
 
     def answered(self, peer: PeerId, answer: Answer) -> None:
-        """What came of an `Announce`: noted, led by another coordinator (we wait for it), or gone (we do not)."""
+        """What came of an `Announce`: noted, late, led by another coordinator (we wait for it), or gone (we do not)."""
         if peer in self._answers:
             self._answers[peer] = answer
 
@@ -259,14 +266,20 @@ class Coordinator:
             return
         if self.closes is None:
             self.closes = now + self._times.grace + self._times.slack
-        awaited = {peer for peer in view.live - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
+        awaited = {peer for peer in view.expected - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
-        busy = any(self._answers.get(peer) == "led" for peer in awaited)
-        over = now >= self.closes + (self._times.attempt(self._length(fit), len(view.live)) if busy else 0)
-        if over or not awaited:
+        if not awaited or now >= self.closes + self._extension(awaited, fit, view):
             self._propose(now, view)
+
+    def _extension(self, awaited: set[PeerId], fit: dict[PeerId, Candidate], view: View) -> float:
+        """Seconds that the window stays open beyond the grace time for those who cannot be quicker."""
+        answers = {self._answers.get(peer) for peer in awaited}
+        if "led" in answers:
+            return self._times.attempt(self._length(fit), len(view.expected))
+        late = "late" in answers or (self._peer in awaited and view.base is None)
+        return view.patience if late else 0.0
 
     def _fit(self, view: View) -> dict[PeerId, Candidate]:
         """The candidates that can be in one plan. Those on another branch are sent away, with our digest."""

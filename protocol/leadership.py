@@ -29,6 +29,7 @@ from protocol.round_messages import (
     Ahead,
     Completed,
     Failed,
+    Late,
     Led,
     Noted,
     Ready,
@@ -44,7 +45,10 @@ class Leadership:
     Args:
         revision: The revision that the round makes.
         spawn: Starts a task of the round; does nothing once everything is being shut down.
-        members: The live, synchronised members.
+        members: The live, synchronised members: the candidates for coordinating.
+        expected: The connected members that may take part in the round, also if they have to catch up before.
+        admits: Whether a peer is a connected member at all.
+        patience: How long a round waits for members that are late; see `View`.
         base: The digest of our own state before the round; None while we are not there yet.
         notify: Called when the round's window opens.
         aborted: Called when an attempt that we coordinate fails, with the reason.
@@ -60,6 +64,9 @@ class Leadership:
         times: RoundTimes,
         spawn: Callable[..., None],
         members: Callable[[], Collection[PeerId]],
+        expected: Callable[[], Collection[PeerId]],
+        admits: Callable[[PeerId], bool],
+        patience: Callable[[], float],
         base: Callable[[], bytes | None],
         notify: Callable[[], None],
         aborted: Callable[[Plan, str], None],
@@ -68,6 +75,7 @@ class Leadership:
         self._endpoint, self._run, self._tag, self._times = endpoint, run, tag, times
         self._peer = endpoint.peer_id
         self._spawn, self._members, self._base = spawn, members, base
+        self._expected, self._admits, self._patience = expected, admits, patience
         self._notify, self._aborted = notify, aborted
         self.acceptor = Acceptor(self._peer)
         self.coordinator = Coordinator(run=run, tag=tag, revision=revision, peer=self._peer, times=times)
@@ -136,7 +144,7 @@ class Leadership:
         self.wake()
 
     def announced(self, sender: PeerId, remaining: float) -> Noted | Led:
-        """Answers a coordinator that waits `remaining` seconds for us."""
+        """Answers a coordinator that waits `remaining` seconds for us; we go to it if it is better placed than ours."""
         self._open_until(trio.current_time() + remaining)
         self._forgive(sender)
         leader = self._peer if self._coordinating else self.attending
@@ -147,8 +155,12 @@ class Leadership:
         busy = self.acceptor.plan is not None or self.coordinator.plan is not None
         if leader != sender and (busy or self._closer(leader, sender)):
             return Led(leader, self._endpoint.addresses(leader)[:MAX_ADDRESSES])
-        if leader == self._peer and sender not in self._lost:
-            self._step_down(sender)
+        if leader != sender and sender not in self._lost:
+            if leader == self._peer:
+                self._step_down(sender)
+            else:
+                self.follow(sender)
+                self.attendance.cancel()
         return Noted()
 
     @property
@@ -158,9 +170,15 @@ class Leadership:
 
     @property
     def _hinted(self) -> PeerId | None:
-        """Who coordinates as far as we have been told, if that is still to be believed."""
-        valid = trio.current_time() < self._hint_ends and self._hint in self._live()
-        return self._hint if valid else None
+        """Who coordinates as far as we have been told, if that is still to be believed.
+
+        It need not be a candidate in our own view: views differ, and who is told and does not go there makes a second
+        round beside the first.
+        """
+        hint = self._hint
+        if hint is None or hint in self._lost or trio.current_time() >= self._hint_ends:
+            return None
+        return hint if hint == self._peer or self._admits(hint) else None
 
     def _live(self) -> frozenset[PeerId]:
         return (frozenset(self._members()) | {self._peer}) - self._lost
@@ -257,14 +275,14 @@ class Leadership:
             self._driven = False
 
     def _view(self) -> View:
-        live = self._live()
         if self.attending is not None:
             leading = self.attending == self._peer
         else:
             leading = self._coordinating or (self._hinted or self._best(frozenset())) == self._peer
         everybody = frozenset(self._members()) | {self._peer}
         rank = coordinators(self._run, self.revision, everybody, tag=self._tag).index(self._peer)
-        return View(live=live, leading=leading, rank=rank, base=self._base())
+        expected = frozenset(self._expected()) | everybody
+        return View(expected=expected, leading=leading, rank=rank, base=self._base(), patience=self._patience())
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -277,13 +295,13 @@ class Leadership:
                 self._aborted(plan, reason)
 
     async def _announce(self, peer: PeerId) -> None:
-        """Tells a live peer that the window is open; asks again while it is busy with another coordinator."""
+        """Tells a member that the window is open, and asks again until it is ready: it may have gone to another one."""
         coordinator, times = self.coordinator, self._times
-        while coordinator.closes is not None and coordinator.plan is None and coordinator.holder is None:
+        while coordinator.closes is not None and coordinator.collecting and peer not in coordinator.candidates:
             remaining = max(0.0, coordinator.closes - times.slack - trio.current_time())
             question = RoundOpen(self._run, self._tag, self.revision, coordinator.base, remaining)
             try:
-                answer = await self._endpoint.request(peer, question, (Noted, Led, Ahead), timeout=times.stall)
+                answer = await self._endpoint.request(peer, question, (Noted, Late, Led, Ahead), timeout=times.stall)
             except ShoalError:
                 coordinator.answered(peer, "gone")
                 self.wake()
@@ -291,7 +309,9 @@ class Leadership:
             match answer:
                 case Noted():
                     coordinator.answered(peer, "noted")
-                    return
+                case Late():
+                    coordinator.answered(peer, "late")
+                    self.wake()
                 case Ahead(revision, holder):
                     if revision >= self.revision and holder != self._peer:
                         coordinator.finished_elsewhere(holder)
@@ -302,7 +322,7 @@ class Leadership:
                 case Led(leader, addresses):
                     if leader == self._peer:
                         coordinator.answered(peer, "noted")
-                        return
+                        return  # it is coming
                     self._endpoint.learn(leader, *addresses)
                     if leader == peer:
                         self._forgive(peer)

@@ -138,6 +138,11 @@ class Noted:
     """Answer to `RoundOpen`: the receiver may come."""
 
 
+@message("round.late")
+class Late:
+    """Answer to `RoundOpen`: the receiver still lacks the state before the round, and comes when it has it."""
+
+
 @message("round.led")
 class Led:
     """Answer to `RoundOpen`: the receiver takes part in the round under another coordinator, perhaps itself."""

@@ -37,6 +37,7 @@ from protocol.round_messages import (
     Ahead,
     FetchResult,
     Forked,
+    Late,
     Noted,
     Ready,
     Redirect,
@@ -98,6 +99,8 @@ class Rounds:
         run_id: 32 bytes.
         settings: How long to wait for what.
         members: Gives the live, synchronised members at the moment; whether it includes ourselves does not matter.
+        expected: Gives the connected members that can take part in the next round, also those that have to catch up
+            before; `members` if None.
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
         admits: Whether a peer may take part at all; everybody else is refused.
@@ -112,6 +115,7 @@ class Rounds:
         *,
         settings: RoundTimes,
         members: Callable[[], Collection[PeerId]],
+        expected: Callable[[], Collection[PeerId]] | None = None,
         report: Callable[[RoundEvent], None],
         tag: str = "",
         admits: Callable[[PeerId], bool] = lambda peer: True,
@@ -119,7 +123,7 @@ class Rounds:
         suspect: Callable[[PeerId, float], None] = lambda peer, seconds: None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
-        self._members, self._report = members, report
+        self._members, self._expected, self._report = members, expected or members, report
         self._admits, self._max_weight, self._suspect = admits, max_weight, suspect
         self._inbox = RingInbox(run_id, tag, settings.stall, admits)
         self._nursery: trio.Nursery | None = None
@@ -132,6 +136,7 @@ class Rounds:
         self._news = trio.Event()
         self._sessions = 0
         self._transfers = 0
+        self._reducing = 0.0  # seconds that the last ring took
         endpoint.handle(Ready, self._on_ready)
         endpoint.handle(RoundOpen, self._on_open)
         endpoint.handle(RingData, self._inbox.deliver)
@@ -359,8 +364,11 @@ class Rounds:
 
     async def _run_transfer(self, transfer: Transfer) -> None:
         self._transfers += 1
+        started = trio.current_time()
         try:
             await transfer.run()
+            if transfer.complete:
+                self._reducing = trio.current_time() - started
         finally:
             self._transfers -= 1
 
@@ -408,6 +416,9 @@ class Rounds:
                 times=self._times,
                 spawn=self._spawn,
                 members=self._members,
+                expected=self._expected,
+                admits=self._admits,
+                patience=lambda: self._reducing,
                 base=lambda: self._digests.get(revision - 1),
                 notify=self._spread_news,
                 aborted=self._report_attempt,
@@ -475,11 +486,12 @@ class Rounds:
         if request.revision <= self._finished:
             return Ahead(self._finished, self._endpoint.peer_id)
         if request.revision > self._tip + _LOOKAHEAD:
-            return Noted()
+            return Late()
         leadership = self._leadership(request.revision)
         if leadership.coordinator.holder is not None:
             return Ahead(request.revision, leadership.coordinator.holder)
-        return leadership.announced(stream.peer, request.remaining)
+        answer = leadership.announced(stream.peer, request.remaining)
+        return Late() if answer == Noted() and self._tip < request.revision - 1 else answer
 
     async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
         self._check_request(request, stream.peer)

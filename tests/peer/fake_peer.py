@@ -118,9 +118,10 @@ def main():
     parser.add_argument("what")
     for flag in ("--home", "--events", "--ticket-file"):
         parser.add_argument(flag, type=Path, required=True)
-    for flag in ("--listen", "--data", "--device", "--threads", "--max-upload"):
+    for flag in ("--listen", "--data", "--device", "--threads", "--max-upload", "--linger"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--debug", action="store_true")
+    parser.add_argument("--wait-for")
     options = parser.parse_args(arguments)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

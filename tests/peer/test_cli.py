@@ -454,7 +454,7 @@ sys.modules["peer.daemon"] = module
 peer.cli._device = lambda name: name
 peer.cli.main()
 """
-CLEAN = "config.events.emit('stopped', reason='asked to')"
+CLEAN = "config.events.emit('stopped', reason='cancelled')"
 STUCK = "print('stuck', flush=True); time.sleep(60)"
 
 
@@ -485,8 +485,8 @@ def test_a_signal_ends_the_daemon_in_order(process, tmp_path, number, code):
     daemon.send_signal(number)
     _, stderr = daemon.communicate(timeout=60)
     assert daemon.returncode == code
-    assert stderr == "stopped: asked to\n"
-    assert read_status(tmp_path / "home" / "status.json").reason == "asked to"
+    assert stderr == "stopped: cancelled\n"
+    assert read_status(tmp_path / "home" / "status.json").reason == "cancelled"
 
 
 def test_a_daemon_that_hangs_is_ended(process):

@@ -27,7 +27,7 @@ class Table:
         self.log = []
 
     def poll(self, *, leading=True):
-        view = View(live=frozenset(self.live), leading=leading, rank=0, base=self.base)
+        view = View(expected=frozenset(self.live), leading=leading, rank=0, base=self.base)
         actions = self.core.poll(self.now, view)
         self.log += actions
         return actions

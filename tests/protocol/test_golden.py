@@ -96,6 +96,7 @@ MESSAGES = {
         "96 aa726f756e642e6f70656e c420 11*32 a3746167 cd012c c420 22*32 cb4004000000000000"
     ),
     round_messages.Noted(): "91 ab726f756e642e6e6f746564",
+    round_messages.Late(): "91 aa726f756e642e6c617465",
     round_messages.Led(BOB, ()): "93 a9726f756e642e6c6564 c420 bb*32 90",
     round_messages.RingData(ONES, "", TWOS): "94 a972696e672e64617461 c420 11*32 a0 c420 22*32",
     round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",

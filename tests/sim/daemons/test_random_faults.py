@@ -9,6 +9,7 @@ import trio
 
 SEEDS = 30
 NAMES = "abcdefgh"
+SETTLE = 20  # simulated seconds within which those who cannot reach anybody give up
 CALM = 300  # simulated seconds within which everything has to be well again
 
 
@@ -77,14 +78,17 @@ class Chaos:
     def heal(self):
         self.swarm.network.heal()
 
-    def calm(self):
+    async def calm(self):
         self.heal()
         self.resume()
-        for name, peer in self.swarm.peers.items():
-            if name in self.alive and peer.ended.is_set():
-                self._launch(name)  # it could not reach anybody
-        if "a" not in self.alive and not any(peer.events("validation") for peer in self.alive.values()):
-            self._launch("a")  # nobody else has a state yet: the founder has to come back
+        await trio.sleep(SETTLE)
+        lonely = [name for name in self.alive if self.swarm.peers[name].ended.is_set()]  # they could not reach anybody
+        stateless = not any(peer.events("validation") for peer in self.alive.values())
+        if "a" not in self.alive and (lonely or stateless):
+            self._launch("a")  # the founder has to come back: the ticket names nobody else, or nobody else has a state
+            await trio.sleep(SETTLE)
+        for name in lonely:
+            self._launch(name)
         self.note("calm")
 
     def _launch(self, name):
@@ -104,7 +108,7 @@ async def test_whatever_happens(autojump_clock, seeded_swarm, seed):
         await chaos.run(faults=rng.randint(3, 8))
         for name, peer in swarm.peers.items():
             assert peer.error is None or type(peer.error).__name__ == "PeerUnreachable", (name, peer.error)
-        chaos.calm()
+        await chaos.calm()
         try:
             with trio.fail_after(CALM):
                 await all_in_one_round(chaos.alive.values())

@@ -61,7 +61,15 @@ class Peer:
         self.rng = random.Random(f"{swarm.seed}/{number}")
         self.endpoint = Endpoint(self.identity, swarm.network.transport(self.host), rng=random.Random(number))
         self.events: list[RoundEvent] = []
-        self.rounds = Rounds(self.endpoint, RUN, settings=swarm.times, members=self.members, report=self.events.append)
+        self.rounds = Rounds(
+            self.endpoint,
+            RUN,
+            settings=swarm.times,
+            members=self.members,
+            expected=self.expected,
+            admits=lambda peer: peer in self.endpoint.connected,
+            report=self.events.append,
+        )
         self.revision = 0
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
@@ -69,12 +77,18 @@ class Peer:
         self.results: dict[int, Reduced] = {}  # by revision: what it reduced itself, or fetched
         self.reduced: list[Reduced] = []  # all that it got from rounds it took part in, on whatever branch
         self.adoptions = 0
+        self.passed_over: set[PeerId] = set()  # connected, but no candidates for coordinating as far as this peer knows
+        self.doubted: dict[PeerId, float] = {}  # until when; said to be ahead of us, but with nothing better
         self.alive = False
         self.scope = trio.CancelScope()
         self.moved = trio.Event()
 
     def members(self) -> Sequence[PeerId]:
-        return (self.id, *self.endpoint.connected)
+        return [peer for peer in self.expected() if peer not in self.passed_over]
+
+    def expected(self) -> Sequence[PeerId]:
+        now = trio.current_time()
+        return (self.id, *(peer for peer in self.endpoint.connected if self.doubted.get(peer, now) <= now))
 
     def values(self, revision: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * revision + self.number)
@@ -146,6 +160,8 @@ class Peer:
             self.rounds.adopted(self.revision, self.digest)
             self.adoptions += 1
             self._move()
+        else:
+            self.doubted[holder] = trio.current_time() + 5
 
     def jam_ring(self, *, after: int) -> Callable[[], None]:
         """From now on, nothing but the first `after` segments of each ring leaves this peer. Returns what undoes it."""

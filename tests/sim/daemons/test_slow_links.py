@@ -1,0 +1,37 @@
+"""Newcomers whose links are slow for the size of the model."""
+
+import attrs
+import pytest
+import trio
+
+LIMIT = 900
+UPLOAD = 36_000  # bytes per second
+
+
+def contributed(peer):
+    """The rounds that this peer has contributed to."""
+    return [e["round"] for e in peer.events("round_committed") if str(peer.id) in e["contributors"]]
+
+
+# A result has 0.27 MB: it takes 7 s to send and, in the second case, 13 s to receive. The others need 8 s of computing
+# for a round, at most 7 s until the window closes, and then 7 s to reduce; the newcomer 5 s of computing.
+@pytest.mark.parametrize("download", [None, 20_000])
+async def test_a_newcomer_on_a_slow_link_gets_in(autojump_clock, simulated_swarm, download):
+    settings = simulated_swarm.settings
+    simulated_swarm.settings = attrs.evolve(
+        settings,
+        run=attrs.evolve(settings.run, rounds=0),
+        model=attrs.evolve(settings.model, width=64),
+    )
+    with trio.fail_after(LIMIT):
+        a, b = [await simulated_swarm.start(name, max_upload=UPLOAD) for name in "ab"]
+        await b.until(lambda: contributed(b))
+        late = await simulated_swarm.start("late", max_upload=UPLOAD, max_download=download)
+        before = max(a.digests())
+        await late.until(lambda: contributed(late))
+        assert contributed(late)[0] <= before + 6
+        last = contributed(late)[0]
+        await late.until_round(last + 2)
+    assert len(contributed(late)) == 3  # and stays in
+    for name in ("a", "b", "late"):
+        simulated_swarm.leave(name)
