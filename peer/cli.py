@@ -389,6 +389,7 @@ def _run_node(
             map_port=not node.no_map,
             bootstrap=node.contacts,
             on_ticket=replace_ticket,
+            relay=node.relay,
             data=node.data,
             events=events,
             device=_device(node.device),

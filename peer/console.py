@@ -77,6 +77,10 @@ def describe(event: Event) -> str | None:
             return f"the router maps {event.get('address')} to this peer ({event.get('method')}){inside}"
         case "unmapped":
             return f"the router no longer maps {event.get('address')} to this peer"
+        case "reachability" if event["verdict"] == "public":
+            return "others can connect to this peer"
+        case "reachability" if event["verdict"] == "private":
+            return "others cannot connect to this peer: it connects to them, or through others"
         case "peer_seen":
             return f"peer {peer} is here"
         case "peer_lost":

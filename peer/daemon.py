@@ -24,7 +24,7 @@ from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
-from peer.reach import Reach, book_entries, read_book, write_book
+from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, write_book
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
@@ -32,9 +32,10 @@ from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
-from protocol.endpoint import Endpoint, Limits
+from protocol.endpoint import Endpoint, Limits, PeerLost
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.reachability import Reachability
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
@@ -74,6 +75,7 @@ class DaemonConfig:
     """Peers to ask besides those of the ticket; in every ticket of ours."""
     on_ticket: Callable[[Ticket], None] = lambda ticket: None
     """Called with each ticket that replaces the first one, as addresses change."""
+    relay: bool = True
     device: str = "cpu"
     threads: int = 1
     max_upload: int | None = None
@@ -112,7 +114,8 @@ async def run_daemon(
         ShoalError: Home or address cannot be used.
     """
     torch.set_num_threads(config.threads)
-    daemon = _Daemon(config, transport or TcpTransport(), compute, rng or random.Random())
+    network: Transport = TcpTransport() if transport is None else transport
+    daemon = _Daemon(config, network, compute, rng or random.Random())
     reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
@@ -143,8 +146,13 @@ class _Daemon:
             self._identity,
             transport,
             psk=self._swarm_key,
-            limits=Limits(max_upload=config.max_upload, max_download=config.max_download),
+            limits=Limits(max_upload=config.max_upload, max_download=config.max_download, relay=config.relay),
+            announce=config.announce,
+            local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
             rng=self._rng,
+        )
+        self._reachability = Reachability(
+            self.endpoint, rng=self._rng, report=lambda verdict: self._events.emit("reachability", verdict=verdict)
         )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
         self._reach = Reach(self.endpoint, self._events, config.announce)
@@ -153,7 +161,9 @@ class _Daemon:
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
+        await nursery.start(self._tell_connections)
         await nursery.start(self.endpoint.run, config.listen)
+        nursery.start_soon(self._reachability.run)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
@@ -287,6 +297,15 @@ class _Daemon:
     def _report(self, event: RoundEvent) -> None:
         fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
         self._events.emit(event.event, **fields)
+
+    async def _tell_connections(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Emits an event for each peer that is connected, and again when it is connected another way."""
+        with self.endpoint.watch() as events:
+            task_status.started()
+            async for event in events:
+                known = self.endpoint.statistics(event.peer)
+                if not isinstance(event, PeerLost) and known is not None:
+                    self._events.emit("connected", peer=event.peer, path=event.path, rtt=round(known.rtt, 6))
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first, then the peers that were given to us, and then others that we know."""

@@ -1,9 +1,9 @@
 """The event log: one JSON object per line about everything that happens to a peer, for programs and people.
 
 Every event has `t` (Unix seconds), `peer` and `event`; the other fields depend on its kind. `peer` is who the event
-happened to: the peer that writes the log, except in events about another one (`peer_seen`, `peer_lost`, `banned`);
-those name the writer as `by`. Training never stops because an event could not be written: a full disk costs events, and
-one warning.
+happened to: the peer that writes the log, except in events about another one (`connected`, `peer_seen`, `peer_lost`,
+`banned`); those name the writer as `by`. Training never stops because an event could not be written: a full disk costs
+events, and one warning.
 """
 
 from __future__ import annotations

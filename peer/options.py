@@ -92,6 +92,7 @@ class PeerOptions(HomeOptions):
         Address | None,
         typer.Option(parser=parse_address, metavar="HOST:PORT", help="Address to tell others instead, if it differs."),
     ] = None
+    relay: Annotated[bool, typer.Option(help="Pass on bytes between peers that cannot reach each other.")] = True
     no_map: Annotated[bool, typer.Option("--no-map", help="Do not ask the router to map a port.")] = False
     bootstrap: Annotated[
         list[object] | None,

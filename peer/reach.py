@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import socket
@@ -20,6 +21,7 @@ MAX_BOOK = 200
 """Addresses in the book."""
 
 UNSPECIFIED = ("0.0.0.0", "::")
+LOOPBACK = "127.0.0.1"
 
 
 class Reach:
@@ -44,7 +46,9 @@ class Reach:
             return (self._announce,)
         bound = self._endpoint.address
         assert bound is not None
-        own = Address(outward_host(), bound.port) if bound.host in UNSPECIFIED else bound
+        own = bound
+        if bound.host in UNSPECIFIED:
+            own = self._endpoint.advertised() or Address(outward_host() or LOOPBACK, bound.port)
         if self._mapping is None:
             return (own,)
         mapped = self._mapping.external
@@ -75,15 +79,14 @@ class Reach:
         await keep_mapped(bound.port, on_change=take)
 
 
-def outward_host() -> str:
-    """This machine's address on the interface that leads to the internet; the loopback address if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks a route
-        except OSError:
-            return "127.0.0.1"
-        host: str = probe.getsockname()[0]
-        return host
+def outward_host() -> str | None:
+    """This machine's address on the interface that leads to the internet, if there is one."""
+    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))  # sends nothing: it only picks a route
+            host: str = probe.getsockname()[0]
+            return host
+    return None
 
 
 def is_loopback(host: str) -> bool:

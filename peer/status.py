@@ -48,6 +48,7 @@ class Status:
     since: float = 0.0  # Unix seconds of the first event
     updated: float = 0.0  # … and of the latest
     address: str | None = None
+    reachability: str | None = None  # "public", "private": whether others can connect to it
     run: str | None = None  # run id in base32 or hexadecimal, as the daemon's events have it
     revision: int = 0  # committed rounds
     digest: str | None = None
@@ -79,6 +80,7 @@ def member_status(endpoint: Endpoint, peer: PeerId, revision: int | None = None)
     status = MemberStatus(
         peer=str(peer),
         address=str(addresses[0]) if addresses else None,
+        path="direct" if statistics is None else statistics.path,
         rtt=None if statistics is None else statistics.rtt,
         revision=revision,
     )
@@ -159,6 +161,8 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
             return {"mapped": None}
         case "synced":
             return {"activity": "training", "revision": event["round"], "digest": event.get("digest")}
+        case "reachability":
+            return {"reachability": event["verdict"]}
         case "peer_seen":
             return {"neighbours": (*_others(status, event), event["peer"])}
         case "peer_lost" | "banned":

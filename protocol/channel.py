@@ -93,7 +93,9 @@ class SecureChannel:
     One task may send and one may receive at the same time.
     """
 
-    def __init__(self, stream: ByteStream, session: Handshake, peer: _Introduction, sent: int, received: int) -> None:
+    def __init__(
+        self, stream: ByteStream, session: Handshake, peer: _Introduction, sent: int, received: int, rtt: float
+    ) -> None:
         self.peer_id = PeerId.of(peer.public_key)
         self.public_key = peer.public_key
         self.features = peer.features
@@ -101,6 +103,8 @@ class SecureChannel:
         self.bytes_sent = sent
         """Bytes on the wire so far, with the handshake and all overhead of ours."""
         self.bytes_received = received
+        self.rtt = rtt
+        """Seconds from our first message to the answer, which the other side had to compute."""
         self._stream = stream
         sending, receiving = session.split()
         self._writer = RecordWriter(sending)
@@ -189,8 +193,10 @@ class _Session:
     async def initiate(self) -> SecureChannel:
         noise = self._noise()
         proof = self._proof(self._ephemeral.public_key().public_bytes_raw())
+        asked = trio.current_time()
         await self._send(self._preamble() + _framed(noise.write_message(proof)))
         theirs = await self._receive(_PREAMBLE_SIZE)
+        rtt = trio.current_time() - asked
         self._check_preamble(theirs)
         if theirs[-1] != _ACCEPTED:
             raise self._wrong_swarm_key()
@@ -199,7 +205,7 @@ class _Session:
         if self._expected is not None and PeerId.of(peer.public_key) != self._expected:
             raise self._wrong_peer(peer)
         await self._send(_framed(noise.write_message(self._introduction())))
-        return SecureChannel(self._stream, noise, peer, self._sent, self._received)
+        return SecureChannel(self._stream, noise, peer, self._sent, self._received, rtt)
 
     async def respond(self) -> SecureChannel:
         theirs = await self._receive(_PREAMBLE_SIZE)
@@ -216,11 +222,14 @@ class _Session:
         if not hmac.compare_digest(proof, self._proof(message[:KEY_SIZE])):
             await self._refuse(_WRONG_KEY)
             raise self._wrong_swarm_key()
+        asked = trio.current_time()
         await self._send(self._preamble() + _framed(noise.write_message(self._introduction())))
-        peer = self._introduced(noise, self._read(noise, await self._receive_framed()))
+        message = await self._receive_framed()
+        rtt = trio.current_time() - asked
+        peer = self._introduced(noise, self._read(noise, message))
         if self._expected is not None and PeerId.of(peer.public_key) != self._expected:
             raise self._wrong_peer(peer)
-        return SecureChannel(self._stream, noise, peer, self._sent, self._received)
+        return SecureChannel(self._stream, noise, peer, self._sent, self._received, rtt)
 
     def _noise(self) -> Handshake:
         return Handshake(self._initiator, self._static, self._ephemeral, _PROLOGUE + self._preamble(), self._psk)

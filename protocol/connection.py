@@ -37,6 +37,7 @@ from protocol.mux import (
 )
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
+from protocol.transport import Path
 
 _SMALLEST_WRITE = MAX_RECORD
 _LARGEST_WRITE = 16 * MAX_RECORD
@@ -71,6 +72,16 @@ class Limits:
     """Seconds between pings."""
     dead_after: float = attrs.field(default=4.0, validator=gt(0))
     """Seconds of silence after which a peer counts as gone."""
+    relay: bool = True
+    """Whether bytes are passed on between two others that cannot reach each other. They are encrypted end to end."""
+    max_circuits: int = attrs.field(default=64, validator=ge(0))
+    """Pairs of others for whom bytes are passed on at a time."""
+    max_circuits_of_peer: int = attrs.field(default=16, validator=ge(0))
+    """Those of them that one peer asked for."""
+    max_relayed: int = attrs.field(default=1 << 32, validator=ge(0))
+    """Bytes that are passed on for one pair; then it has to ask again."""
+    max_relay_rate: float = attrs.field(default=8e6, validator=gt(0))
+    """Bytes per second that are passed on for all pairs together."""
 
 
 class Connection:
@@ -82,6 +93,7 @@ class Connection:
         limits: See `Limits`.
         serve: Called in a task of its own for each stream that the peer opens, which is closed when it returns.
         ended: Called when the connection can no longer be used, which is a little before `run` returns.
+        path: How it was made.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
     """
@@ -94,16 +106,18 @@ class Connection:
         limits: Limits,
         serve: Callable[[Connection, Stream], Awaitable[None]],
         ended: Callable[[Connection], None],
+        path: Path = "direct",
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
     ) -> None:
         self.peer = channel.peer_id
         self.channel = channel
         self.initiator = initiator
+        self.path = path
         self.failure: ShoalError | None = None
         """Why the connection ended: `PeerGone`, or `ProtocolError` if the peer broke the rules."""
-        self.rtt: float | None = None
-        """Smoothed round-trip time in seconds, once it has been measured."""
+        self.rtt = channel.rtt
+        """Smoothed round-trip time in seconds."""
         self._limits = limits
         self._serve = serve
         self._ended = ended
@@ -124,13 +138,18 @@ class Connection:
         self._nursery: trio.Nursery | None = None
         self._pings = 0
         self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
-        self._heard_at = 0.0
+        self._heard_at = trio.current_time()
         self._retired_at = math.inf
 
     @property
     def usable(self) -> bool:
         """New streams can be opened from this side."""
         return self.failure is None and not self.mux.retired
+
+    @property
+    def fresh(self) -> bool:
+        """The peer was heard a moment ago."""
+        return trio.current_time() - self._heard_at <= 2.5 * self._limits.heartbeat
 
     @property
     def streams(self) -> int:
@@ -267,7 +286,7 @@ class Connection:
             case Pong(token):
                 if self._pinged_at is not None and token == self._token():
                     sample = trio.current_time() - self._pinged_at
-                    self.rtt = sample if self.rtt is None else 0.8 * self.rtt + 0.2 * sample
+                    self.rtt = 0.8 * self.rtt + 0.2 * sample
                     self._pinged_at = None
             case Goodbye(reason):
                 raise PeerGone(f"{self.peer.short} closed the connection: {reason}")

@@ -1,26 +1,23 @@
 """A peer's place on the network: one connection to each other peer, requests out, handlers for requests in.
 
 Between two peers there is one connection. When both dial at the same time there are two for a moment; both sides then
-pick the same one (see `_wins`) and retire the other, which still carries the conversations that were begun on it.
+pick the same one (see `links`) and retire the other, which still carries the conversations that were begun on it.
 """
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import TypeVar
 
-import attrs
 import trio
-from msgspec import Meta
 
 from protocol import wire
 from protocol.book import AddressBook, Strikes
 from protocol.channel import SecureChannel, handshake
 from protocol.connection import Connection, Limits
-from protocol.dialer import first_to_answer
+from protocol.dialer import Route, first_to_answer
 from protocol.door import Door, Greeting
 from protocol.errors import (
     AddressError,
@@ -29,78 +26,27 @@ from protocol.errors import (
     PeerGone,
     PeerUnreachable,
     ProtocolError,
-    RequestRefused,
     RequestTimeout,
     ShoalError,
     WrongPeer,
-    first_error,
 )
+from protocol.handlers import Handlers
+from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
+from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
+from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
+from protocol.relay import Relay, RelayedStream
 from protocol.stream import Stream
-from protocol.transport import Address, ByteStream, Listener, Transport
-from protocol.wire import Message, message
+from protocol.transport import Address, ByteStream, Listener, Path, Transport
+from protocol.wire import Message
 
-__all__ = ["Endpoint", "Limits", "PeerConnected", "PeerLost", "PeerStatistics", "Stream"]
+__all__ = ["Endpoint", "Limits", "PathChanged", "PeerConnected", "PeerLost", "PeerStatistics", "Stream"]
 
-_logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Handler: TypeAlias = Callable[[Any, Stream], Awaitable[Message | None]]
 
-_REQUEST_TIMEOUT = 10.0  # seconds from the opening of a stream to the end of the request on it
-_SETTLED = 10.0  # seconds after which a connection is not one of two simultaneous dials any more
-_MAX_PER_PEER = 4  # connections, of which all but one are retired
-_MAX_EVENTS = 4096  # a watcher that is further behind than this is not reading
-
-
-@message("shoal.hello")
-class Hello:
-    """What each side says of itself in the handshake."""
-
-    instance: Annotated[bytes, Meta(min_length=8, max_length=8)]
-    """Random, new whenever the peer starts: tells a peer that came back from one that never left."""
-    dial: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """Counts the connections that this side dialled."""
-    port: Annotated[int, Meta(ge=0, le=65535)]
-    """Where it listens, at the address it is seen with; 0 if it does not."""
-
-
-@attrs.frozen
-class PeerConnected:
-    """There is a connection to a peer now. Followed by `PeerLost` before the next one of the same peer."""
-
-    peer: PeerId
-
-
-@attrs.frozen
-class PeerLost:
-    """There is no connection to a peer any more."""
-
-    peer: PeerId
-    reason: str
-
-
-@attrs.frozen
-class PeerStatistics:
-    """What is known of a connection. Bytes are those on the wire."""
-
-    remote: Address
-    """The other end, as we see it; if it dialled us, not an address to dial."""
-    rtt: float | None
-    bytes_sent: int
-    bytes_received: int
-    streams: int
-    seconds: float
-
-
-@attrs.define(eq=False)
-class _Link:
-    """A connection and what decides whether it is the one to use."""
-
-    connection: Connection
-    theirs: Hello
-    dial: int  # the dialling side's count
-    since: float
+_REDIAL = 5.0  # seconds for dialling a peer directly that is connected through a relay
+_MAX_RELAYS = 8  # that are tried for one peer
 
 
 class _Dial:
@@ -122,6 +68,8 @@ class Endpoint:
         transport: How others are reached.
         psk: The run's swarm key (32 bytes), or None for a public run.
         limits: See `Limits`.
+        announce: Where others are to connect to; None if that is to be found out.
+        local_host: Our address on our own network, for others behind the same router.
         rng: The source of randomness for everything that is no secret. It must be in another state at every start of
             a peer, as that is how others notice that it was restarted.
     """
@@ -133,6 +81,8 @@ class Endpoint:
         *,
         psk: bytes | None = None,
         limits: Limits | None = None,
+        announce: Address | None = None,
+        local_host: str | None = None,
         rng: random.Random,
     ) -> None:
         self.peer_id = identity.peer_id
@@ -146,18 +96,21 @@ class Endpoint:
         self._dialled = 0
         self._upload = None if self._limits.max_upload is None else TokenBucket(self._limits.max_upload)
         self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
-        self._handlers: dict[str, Handler] = {}
-        self._types: dict[str, type] = {}
-        self._links: dict[PeerId, _Link] = {}  # the connection to use with each peer
-        self._connections: dict[Connection, None] = {}  # all of them, with retired ones, the oldest first
+        self._handlers = Handlers()
+        self._announce = announce
+        self._local_host = local_host
+        self._links = Links(self.peer_id)
+        self._connections = self._links.connections
+        self._relay = Relay(self._links, self._limits, self._greet_relayed)
+        self._observer = Observer(self._links, self._probe)
+        self._puncher = Puncher(self._links, transport, locate=self._locate, port=self._port, meet=self._meet)
         self._dials: dict[PeerId | Address, _Dial] = {}
         self._door = Door(self._limits)
         self._book = AddressBook()
         self._strikes = Strikes()
-        self._watchers: set[trio.MemorySendChannel[PeerConnected | PeerLost]] = set()
-        self._past_sent = 0  # on connections that are over
-        self._past_received = 0
         self._nursery: trio.Nursery | None = None
+        self._relay.register(self.handle)
+        self._puncher.register(self.handle)
 
     # What others see of us.
 
@@ -172,11 +125,7 @@ class Endpoint:
         Raises:
             ValueError: If there is a handler for the type's name already.
         """
-        name = wire.name_of(message_type)
-        if name in self._handlers:
-            raise ValueError(f"there is a handler for {name} already")
-        self._handlers[name] = handler
-        self._types[name] = message_type
+        self._handlers.add(message_type, handler)
 
     async def run(
         self, listen: Address | None, *, task_status: trio.TaskStatus[Address | None] = trio.TASK_STATUS_IGNORED
@@ -211,11 +160,11 @@ class Endpoint:
     @property
     def connected(self) -> tuple[PeerId, ...]:
         """The peers that there is a connection to."""
-        return tuple(self._links)
+        return self._links.peers
 
     def is_connected(self, peer: PeerId) -> bool:
         """There is a connection to this peer."""
-        return peer in self._links
+        return self._links.get(peer) is not None
 
     def learn(self, peer: PeerId, *addresses: Address) -> None:
         """Remembers where a peer is said to be reachable. Where it was reached before goes first."""
@@ -226,41 +175,28 @@ class Endpoint:
         """Where a peer can be reached, as far as we know; the best first."""
         return self._book.addresses(peer)
 
-    @contextmanager
-    def watch(self) -> Iterator[trio.MemoryReceiveChannel[PeerConnected | PeerLost]]:
+    def watch(self) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
         """What happens to connections from now on. For each peer, connecting and losing alternate."""
-        send, receive = trio.open_memory_channel[PeerConnected | PeerLost](_MAX_EVENTS)
-        self._watchers.add(send)
-        try:
-            with send, receive:
-                yield receive
-        finally:
-            self._watchers.discard(send)
+        return self._links.watch()
+
+    def path(self, peer: PeerId) -> Path | None:
+        """How the connection to a peer goes; None if there is none."""
+        link = self._links.get(peer)
+        return None if link is None else link.connection.path
 
     @property
     def bytes_sent(self) -> int:
         """Bytes sent on all connections so far."""
-        return self._past_sent + sum(connection.channel.bytes_sent for connection in self._connections)
+        return self._links.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes received on all connections so far."""
-        return self._past_received + sum(connection.channel.bytes_received for connection in self._connections)
+        return self._links.bytes_received
 
     def statistics(self, peer: PeerId) -> PeerStatistics | None:
         """The state of the connection to a peer, or None if there is none."""
-        link = self._links.get(peer)
-        if link is None:
-            return None
-        connection = link.connection
-        return PeerStatistics(
-            remote=connection.channel.remote,
-            rtt=connection.rtt,
-            bytes_sent=connection.channel.bytes_sent,
-            bytes_received=connection.channel.bytes_received,
-            streams=connection.streams,
-            seconds=trio.current_time() - link.since,
-        )
+        return self._links.statistics(peer)
 
     # What we do.
 
@@ -276,7 +212,7 @@ class Endpoint:
         """
         if target == self.peer_id:
             raise ValueError("a peer cannot connect to itself")
-        if isinstance(target, PeerId) and target in self._links:
+        if isinstance(target, PeerId) and self.is_connected(target):
             await trio.lowlevel.checkpoint()
             return target
         dial = self._dials.get(target)
@@ -375,40 +311,52 @@ class Endpoint:
                 del self._dials[target]
             dial.done.set()
 
-    async def _dial_anew(self, target: PeerId | Address, dial: _Dial) -> PeerId:
+    async def _dial_anew(self, target: PeerId | Address, dial: _Dial, *, may_relay: bool = True) -> PeerId:
         expected = target if isinstance(target, PeerId) else None
         if expected is not None and self._strikes.is_banned(expected, trio.current_time()):
             raise PeerUnreachable(f"{expected.short} is banned for repeated protocol errors")
         addresses = (target,) if isinstance(target, Address) else self._book.addresses(target)
-        if not addresses:
+        relays = self._relay.relays(expected)[:_MAX_RELAYS] if may_relay and expected is not None else []
+        if not addresses and not relays:
             raise PeerUnreachable(f"no address of {_name(target)} is known")
         self._dialled += 1
         number = self._dialled
 
-        async def attempt(address: Address) -> SecureChannel:
-            try:
-                stream = await self._transport.dial(address)
-                features = self._hello(number)
-                channel = await handshake(
-                    stream, self._identity, initiator=True, psk=self._psk, expected=expected, features=features
-                )
-            except WrongPeer:
-                if expected is not None:
-                    self._book.forget(expected, address)
-                raise
+        async def attempt(route: Route) -> SecureChannel:
+            channel = await self._shake_hands_with(route, expected, self._hello(number))
             dial.answered = True
             return channel
 
-        channel, address = await first_to_answer(addresses, attempt)
+        channel, route = await first_to_answer(addresses, attempt, relays=relays)
         if channel.peer_id == self.peer_id:
             await channel.aclose()
-            raise PeerUnreachable(f"{address} is this very peer")
+            raise PeerUnreachable(f"{route} is this very peer")
         theirs = await self._theirs(channel)
-        self._book.learn(channel.peer_id, (address,), proven=True)
-        refusal = self._register(channel, theirs, initiator=True, dial=number)
+        self._learn_from(channel.peer_id, theirs, None)
+        if isinstance(route, Address):
+            self._book.learn(channel.peer_id, (route,), proven=True)
+        path: Path = "direct" if isinstance(route, Address) else "relayed"
+        refusal = self._register(channel, theirs, initiator=True, dial=number, path=path)
         if refusal is not None:
             raise PeerUnreachable(f"no connection to {channel.peer_id.short}: {refusal}")
         return channel.peer_id
+
+    async def _shake_hands_with(self, route: Route, expected: PeerId | None, features: bytes) -> SecureChannel:
+        """Dials an address, or through a relay."""
+        stream: ByteStream
+        if isinstance(route, Address):
+            stream = await self._transport.dial(route)
+        else:
+            assert expected is not None
+            stream = await self._relay.dial(route, expected)
+        try:
+            return await handshake(
+                stream, self._identity, initiator=True, psk=self._psk, expected=expected, features=features
+            )
+        except WrongPeer:
+            if expected is not None and isinstance(route, Address):
+                self._book.forget(expected, route)
+            raise
 
     async def _accept(self, listener: Listener) -> None:
         while True:
@@ -417,29 +365,147 @@ class Endpoint:
             except AddressError:  # it was closed: we are about to be cancelled
                 return
             scope = trio.CancelScope()
+            if self._puncher.takes(stream):
+                continue
             greeting = self._door.enter(stream.remote.host, trio.current_time(), scope.cancel)
             if greeting is None:
                 await stream.aclose()
             else:
                 self._running().start_soon(self._greet, stream, greeting, scope)
 
-    async def _greet(self, stream: ByteStream, greeting: Greeting, scope: trio.CancelScope) -> None:
+    async def _greet_relayed(self, stream: RelayedStream, source: PeerId) -> None:
+        """As for somebody who has dialled us, with the relay in the place of the address."""
+        scope = trio.CancelScope()
+        greeting = self._door.enter(stream.remote.host, trio.current_time(), scope.cancel)
+        if greeting is None:
+            await stream.aclose()
+        else:
+            await self._greet(stream, greeting, scope, source)
+
+    async def _greet(
+        self, stream: ByteStream, greeting: Greeting, scope: trio.CancelScope, relayed: PeerId | None = None
+    ) -> None:
+        """Does the handshake with somebody who has dialled us; over a relay, it has to be peer `relayed`."""
         try:
             with scope:
-                features = self._hello(0)
-                channel = await handshake(stream, self._identity, initiator=False, psk=self._psk, features=features)
+                features = self._hello(0, seen=None if relayed else stream.remote)
+                channel = await handshake(
+                    stream, self._identity, initiator=False, psk=self._psk, expected=relayed, features=features
+                )
                 theirs = await self._theirs(channel)
-                if theirs.port and channel.peer_id != self.peer_id:
-                    self._book.learn(channel.peer_id, (Address(channel.remote.host, theirs.port),), proven=True)
-                self._register(channel, theirs, initiator=False, dial=theirs.dial)
+                if theirs.probe:
+                    self._running().start_soon(self._observer.serve, channel)
+                    return
+                self._learn_from(channel.peer_id, theirs, None if relayed else channel.remote.host)
+                path: Path = "direct" if relayed is None else "relayed"
+                self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
         except HandshakeError:
             pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
         finally:
             self._door.leave(greeting)
 
-    def _hello(self, dial: int) -> bytes:
-        port = 0 if self.address is None else self.address.port
-        return wire.encode(Hello(self._instance, dial, port))
+    # Finding out where we are seen, and direct connections in place of relayed ones.
+
+    async def _probe(self, address: Address, port: int) -> tuple[SecureChannel, Address | None]:
+        """See `punch.Probe`."""
+        stream = await self._transport.dial(address, local_port=port)
+        features = self._hello(0, probe=True)
+        channel = await handshake(stream, self._identity, initiator=True, psk=self._psk, features=features)
+        return channel, (await self._theirs(channel)).seen
+
+    async def _meet(self, stream: ByteStream, peer: PeerId, *, initiator: bool) -> None:
+        """See `punch.Meet`."""
+        self._dialled += initiator
+        number = self._dialled if initiator else 0
+        features = self._hello(number)
+        channel = await handshake(
+            stream, self._identity, initiator=initiator, psk=self._psk, expected=peer, features=features
+        )
+        theirs = await self._theirs(channel)
+        dial = number if initiator else theirs.dial
+        self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
+
+    async def _locate(self) -> Address:
+        port = self._port()
+        if port is None:
+            raise PeerUnreachable("this peer listens nowhere")
+        return await self._observer.locate(port, self._running())
+
+    def _port(self) -> int | None:
+        return None if self.address is None else self.address.port
+
+    async def _redial(self, peer: PeerId) -> None:
+        """Dials the addresses of a peer that is connected through a relay."""
+        with trio.move_on_after(_REDIAL):
+            await self._dial_anew(peer, _Dial(), may_relay=False)
+
+    def host(self, peer: PeerId) -> str | None:
+        """Where a peer is, as far as we see; None unless it is connected directly."""
+        link = self._links.get(peer)
+        return None if link is None or link.relayed else link.connection.channel.remote.host
+
+    @property
+    def relaying(self) -> bool:
+        """Whether we pass on bytes for others."""
+        return self._relay.open
+
+    @relaying.setter
+    def relaying(self, willing: bool) -> None:
+        self._relay.open = willing and self._limits.relay
+
+    def expect_call(self, word: bytes) -> AbstractContextManager[trio.Event]:
+        """The event is set when somebody calls (see `call`) who says this word."""
+        return self._observer.expect(word)
+
+    async def call(self, peer: PeerId, port: int, word: bytes) -> None:
+        """Dials a connected peer anew, at the host that it is seen at, only to say a word.
+
+        Raises:
+            PeerUnreachable: It does not listen there, or is not connected directly.
+            HandshakeError: Somebody else answers there.
+        """
+        host = self.host(peer)
+        if host is None:
+            raise PeerUnreachable(f"it is not known where {peer.short} is")
+        stream = await self._transport.dial(Address(host, port))
+        features = self._hello(0, probe=True)
+        channel = await handshake(
+            stream, self._identity, initiator=True, psk=self._psk, expected=peer, features=features
+        )
+        try:
+            await channel.send(word)
+        finally:
+            with trio.CancelScope(shield=True):
+                await channel.aclose()
+
+    def _learn_from(self, peer: PeerId, theirs: Hello, host: str | None) -> None:
+        """Where somebody says that it listens.
+
+        Args:
+            peer: Who.
+            theirs: What it says.
+            host: Where it connected from, if it has dialled us.
+        """
+        addresses = [] if theirs.address is None else [theirs.address]
+        if theirs.port and host is not None:
+            addresses.append(Address(host, theirs.port))
+        if theirs.local and theirs.address and theirs.address.host == self._links.host_seen():  # behind the same router
+            addresses.append(theirs.local)
+        if addresses and peer != self.peer_id:
+            self._book.learn(peer, tuple(dict.fromkeys(addresses)), proven=True)
+
+    def advertised(self) -> Address | None:
+        """Where others are to connect to: as configured, else our port at the host that others see us at."""
+        host = self._links.host_seen()
+        if self._announce is not None or self.address is None or host is None:
+            return self._announce
+        return Address(host, self.address.port)
+
+    def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
+        port = self._port()
+        local = None if port is None or self._local_host is None else Address(self._local_host, port)
+        hello = Hello(self._instance, dial, port or 0, self.advertised(), local, seen, self._relay.open, probe)
+        return wire.encode(hello)
 
     async def _theirs(self, channel: SecureChannel) -> Hello:
         try:
@@ -450,39 +516,27 @@ class Endpoint:
 
     # One connection for each peer.
 
-    def _register(self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int) -> str | None:
+    def _register(self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int, path: Path) -> str | None:
         """Begins a connection. Returns why it cannot stay, or None."""
+        relayed = path == "relayed"  # the caps are kept on the connection to the relay
         connection = Connection(
             channel,
             initiator=initiator,
             limits=self._limits,
-            serve=self._serve,
+            serve=self._handlers.serve,
             ended=self._ended,
-            upload=self._upload,
-            download=self._download,
+            path=path,
+            upload=None if relayed else self._upload,
+            download=None if relayed else self._download,
         )
         self._connections[connection] = None
         self._running().start_soon(self._run_connection, connection)
-        peer = channel.peer_id
         refusal = self._refusal(connection)
         if refusal is not None:
             connection.close(refusal)
             return refusal
-        new = _Link(connection, theirs, dial, trio.current_time())
-        old = self._links.get(peer)
-        if old is not None and old.theirs.instance != theirs.instance:
-            old.connection.close("the peer started anew")  # calls _ended
-            old = None
-        if old is None:
-            self._links[peer] = new
-            self._publish(PeerConnected(peer))
-        elif self._wins(new, old):
-            self._links[peer] = new
-            old.connection.retire()
-        else:
-            connection.retire()
-        self._answer_dials(peer)
-        self._close_superfluous(peer)
+        self._links.admit(Link(connection, theirs, dial, trio.current_time()))
+        self._answer_dials(channel.peer_id)
         return None
 
     def _refusal(self, new: Connection) -> str | None:
@@ -491,28 +545,9 @@ class Endpoint:
             return "you are this very peer"
         if self._strikes.is_banned(new.peer, trio.current_time()):
             return "banned for repeated protocol errors"
-        if new.peer in self._links:
-            return None  # it takes the place of another, see `_close_superfluous`
+        if self.is_connected(new.peer):
+            return None  # it takes the place of another, see `Links.admit`
         return self._door.refusal(new, self._connections)
-
-    def _close_superfluous(self, peer: PeerId) -> None:
-        """Ends the oldest connections to a peer that has too many. One is in use, others fade away."""
-        theirs = [other for other in self._connections if other.peer == peer and other.failure is None]
-        retired = [other for other in theirs if other is not self._links[peer].connection]
-        for connection in retired[: max(0, len(theirs) - _MAX_PER_PEER)]:
-            connection.close("too many connections of the same peer")
-
-    def _wins(self, new: _Link, old: _Link) -> bool:
-        """Which of two connections to use. Both sides come to the same answer.
-
-        Of two simultaneous dials that of the lower peer id wins. Otherwise the newer one does: whoever dialled it had
-        noticed that the old one was dead.
-        """
-        if new.connection.initiator == old.connection.initiator:
-            return new.dial > old.dial
-        if new.since - old.since > _SETTLED:
-            return True
-        return new.connection.initiator == (self.peer_id < new.connection.peer)
 
     def _answer_dials(self, peer: PeerId) -> None:
         """The peer itself has connected, or another dial got there first: nobody has to wait for this dial."""
@@ -525,62 +560,19 @@ class Endpoint:
 
     async def _run_connection(self, connection: Connection) -> None:
         try:
-            await connection.run()
+            async with trio.open_nursery() as nursery:
+                if connection.path == "relayed":
+                    nursery.start_soon(self._puncher.upgrade, connection, self._redial)
+                await connection.run()
+                nursery.cancel_scope.cancel()
         finally:
-            self._connections.pop(connection, None)
-            self._past_sent += connection.channel.bytes_sent
-            self._past_received += connection.channel.bytes_received
+            self._links.forget(connection)
 
     def _ended(self, connection: Connection) -> None:
-        if isinstance(connection.failure, ProtocolError):
+        # What comes over a relay may be the relay's fault.
+        if isinstance(connection.failure, ProtocolError) and connection.path != "relayed":
             self._strikes.strike(connection.peer, trio.current_time())
-        link = self._links.get(connection.peer)
-        if link is not None and link.connection is connection:
-            del self._links[connection.peer]
-            self._publish(PeerLost(connection.peer, str(connection.failure)))
-
-    def _publish(self, event: PeerConnected | PeerLost) -> None:
-        for watcher in list(self._watchers):
-            try:
-                watcher.send_nowait(event)
-            except trio.WouldBlock:
-                watcher.close()
-                self._watchers.discard(watcher)
-
-    # Serving.
-
-    async def _serve(self, connection: Connection, stream: Stream) -> None:
-        """Reads the request of a stream that the peer opened, and has it handled."""
-        try:
-            data = await stream.receive_encoded(timeout=_REQUEST_TIMEOUT)
-            handler, request = self._decode_request(data)
-            answer = await handler(request, stream)
-            if answer is not None:
-                await stream.send_encoded(wire.encode(answer), last=True)
-            else:
-                await stream.finish()
-        # A handler with tasks of its own may raise groups, with our cancellation in them; that goes on its way.
-        except* ShoalError as group:
-            self._answer_with_errors(connection, stream, group)
-        except* Exception:  # a bug in one handler must not end everybody's connections
-            _logger.exception("a handler failed on a request of %s", connection.peer.short)
-            stream.reset("failed", "internal error")
-
-    def _answer_with_errors(
-        self, connection: Connection, stream: Stream, group: BaseExceptionGroup[ShoalError]
-    ) -> None:
-        error = first_error(group)
-        if isinstance(error, ProtocolError) and not error.blamed:
-            connection.fail(error)
-        else:  # also if it was the fault of somebody else, whom the handler asked
-            stream.reset(error.code if isinstance(error, RequestRefused) else "failed", str(error))
-
-    def _decode_request(self, data: bytearray) -> tuple[Handler, Any]:
-        try:
-            request: Message = wire.decode(data, self._types)
-        except wire.UnknownMessage as error:
-            raise RequestRefused(str(error), code="unknown_type") from None
-        return self._handlers[wire.name_of(type(request))], request
+        self._links.ended(connection)
 
 
 def _name(target: PeerId | Address) -> str:

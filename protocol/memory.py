@@ -140,8 +140,11 @@ class MemoryTransport:
         self._network = network
         self._host = host
 
-    async def dial(self, address: Address) -> MemoryStream:
-        """See `Transport.dial`. Takes one round trip."""
+    async def dial(self, address: Address, *, local_port: int | None = None) -> MemoryStream:
+        """See `Transport.dial`. Takes one round trip. Ports to connect from cannot be chosen."""
+        if local_port is not None:
+            await trio.lowlevel.checkpoint()
+            raise PeerUnreachable(f"cannot connect to {address} from a certain port: this network is in memory")
         try:
             with trio.fail_after(DIAL_TIMEOUT):
                 await self._reach(address.host)

@@ -14,6 +14,7 @@ from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, Strea
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
 from protocol.mux import INITIAL_WINDOW, Mux, MuxStream, Reset
+from protocol.transport import Path
 from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
 _T = TypeVar("_T")
@@ -27,6 +28,7 @@ class Carrier(Protocol):
 
     mux: Mux
     peer: PeerId
+    path: Path
 
     def check(self) -> None:
         """Raises `PeerGone` if the connection is over."""
@@ -57,6 +59,8 @@ class Stream:
 
     def __init__(self, connection: Carrier, raw: MuxStream) -> None:
         self.peer: PeerId = connection.peer
+        self.path: Path = connection.path
+        """How the connection goes that it is part of."""
         self._connection = connection
         self._mux = connection.mux
         self.raw = raw
@@ -174,6 +178,23 @@ class Stream:
             finally:
                 if 0 < filled < len(view):
                     self.reset()
+
+    async def receive_some(self, buffer: Buffer) -> int:
+        """Receives one raw byte or more, as many as are there and fit in; 0 once the other side has finished.
+
+        If cancelled, nothing is lost.
+        """
+        view = memoryview(buffer).cast("B")
+        with self._exclusive("receive"):
+            if self._size is not None or self._partial:
+                raise RuntimeError("a message has been received in part: its receive has to be completed first")
+            self._mux.widen(self.raw)
+            self._connection.kick()
+            try:
+                await self._until_readable(started=False)
+            except StreamEnded:
+                return 0
+            return self._take(view)
 
     async def finish(self) -> None:
         """No more from us. What was sent is delivered, and the other side may go on sending."""

@@ -38,17 +38,24 @@ _SHORTAGE_PAUSE = 0.1
 class TcpTransport:
     """Dials and listens over TCP, on IPv4 and IPv6. Implements `transport.Transport`."""
 
-    async def dial(self, address: Address) -> TcpStream:
-        """See `Transport.dial`. Tries all addresses that a name has, as RFC 8305 ("happy eyeballs") says."""
+    async def dial(self, address: Address, *, local_port: int | None = None) -> TcpStream:
+        """See `Transport.dial`. Tries all addresses that a name has, as RFC 8305 ("happy eyeballs") says.
+
+        With a local port, it tries the first one only, and does what TCP calls a simultaneous open when the other side
+        dials us at the same time from the port that we dial.
+        """
         try:
             with trio.fail_after(DIAL_TIMEOUT):
-                stream = await trio.open_tcp_stream(address.host, address.port)
+                if local_port is None:
+                    sock = (await trio.open_tcp_stream(address.host, address.port)).socket
+                else:
+                    sock = await _connect_from(local_port, address)
         except trio.TooSlowError:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT:.0f} s") from None
         except OSError as error:
             raise PeerUnreachable(f"cannot connect to {address}: {_reason(error)}") from error
-        _set_options(stream.socket)
-        return TcpStream(stream.socket, address)
+        _set_options(sock)
+        return TcpStream(sock, address)
 
     async def listen(self, address: Address) -> TcpListener:
         """See `Transport.listen`. The host "::" takes IPv4 connections too, where the system can do both."""
@@ -139,11 +146,35 @@ async def _listen(address: Address) -> TcpListener:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         await sock.bind(name)
+        # After binding: another listener on the port is still an error, and only our own dials share it.
+        _share_port(sock)
         sock.listen(_BACKLOG)
         return TcpListener(sock)
     except BaseException:
         sock.close()
         raise
+
+
+async def _connect_from(port: int, address: Address) -> trio.socket.SocketType:
+    infos = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, name = infos[0]
+    sock = trio.socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _share_port(sock)
+        await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+        await sock.connect(name)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _share_port(sock: trio.socket.SocketType) -> None:
+    """Lets several sockets of ours have one local port, where the system can do that."""
+    if hasattr(socket, "SO_REUSEPORT"):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 def _set_options(sock: trio.socket.SocketType) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import attrs
 
@@ -16,6 +16,9 @@ from protocol.errors import AddressError
 
 Buffer = bytes | bytearray | memoryview
 """What can be sent; memoryviews must be of single bytes."""
+
+Path = Literal["direct", "punched", "relayed"]
+"""How bytes get to a peer: it was dialled, or both dialled each other at once, or a third peer passes them on."""
 
 DIAL_TIMEOUT = 10.0
 """Seconds after which a dial that nobody answers fails."""
@@ -139,11 +142,16 @@ class Listener(Protocol):
 class Transport(Protocol):
     """A way to reach others."""
 
-    async def dial(self, address: Address) -> ByteStream:
+    async def dial(self, address: Address, *, local_port: int | None = None) -> ByteStream:
         """Connect.
 
+        Args:
+            address: Where to.
+            local_port: The port to connect from, which this host may be listening on; None for any free one.
+
         Raises:
-            PeerUnreachable: nobody listens there, or no answer came within `DIAL_TIMEOUT`.
+            PeerUnreachable: nobody listens there, no answer came within `DIAL_TIMEOUT`, or we cannot connect from
+                that port.
         """
         ...
 

@@ -65,6 +65,17 @@ class Peer:
             if set(event.names("members")) == members
         }
 
+    def path_to(self, other):
+        """How the connection to another peer went when it was last made."""
+        paths = [event.text("path") for event in self.recording.of("connected") if event.peer == other.id]
+        return paths[-1] if paths else None
+
+    @property
+    def reachability(self):
+        """What it last found out about itself."""
+        last = self.recording.last("reachability")
+        return None if last is None else last.text("verdict")
+
 
 class NetSwarm:
     """Daemons in network namespaces: what `shoal start` and `shoal join` start. Files are kept in `directory`."""

@@ -32,6 +32,44 @@ async def test_homes_train_with_a_public_founder(internet, net_swarm, nats):
     await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
 
 
+# The routers of two homes, and the paths between them that are to be found.
+PAIRS = [
+    ((Nat.PORT_PRESERVING, Nat.PORT_PRESERVING), "punched"),
+    ((Nat.OTHER_PORT, Nat.PORT_PRESERVING), "punched"),
+    ((Nat.FIREWALL, Nat.FIREWALL), "punched"),
+    ((Nat.SYMMETRIC, Nat.PORT_PRESERVING), "relayed"),
+    ((Nat.SYMMETRIC, Nat.SYMMETRIC), "relayed"),
+]
+
+
+@pytest.mark.parametrize(("nats", "path"), PAIRS, ids=lambda value: named(value) if isinstance(value, tuple) else value)
+async def test_two_homes_train_together(internet, net_swarm, nats, path):
+    founder = await net_swarm.found(internet.host("public"))
+    one, two = [net_swarm.join(internet.home(f"home{index}", nat).hosts[0]) for index, nat in enumerate(nats, start=1)]
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
+    await net_swarm.until(lambda: one.path_to(two) == two.path_to(one) == path)
+    assert one.path_to(founder) == two.path_to(founder) == "direct"
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
+    assert one.path_to(two) == two.path_to(one) == path
+    await net_swarm.until(lambda: founder.reachability == "public")
+    await net_swarm.until(lambda: one.reachability == two.reachability == "private")
+
+
+async def test_hosts_of_one_home_connect_on_their_own_network(internet, net_swarm):
+    await net_swarm.found(internet.host("public"))
+    one, two = map(net_swarm.join, internet.home("home", Nat.SYMMETRIC, hosts=2).hosts)
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
+    await net_swarm.until(lambda: one.path_to(two) == two.path_to(one) == "direct")
+
+
+async def test_firewalls_of_ipv6_are_punched(internet, net_swarm):
+    await net_swarm.found(internet.host("public", versions=[6]))
+    homes = [internet.home(name, Nat.FIREWALL, versions=[6]) for name in ("home1", "home2")]
+    one, two = [net_swarm.join(home.hosts[0]) for home in homes]
+    await net_swarm.rounds_together(net_swarm.peers, ROUNDS)
+    await net_swarm.until(lambda: one.path_to(two) == two.path_to(one) == "punched")
+
+
 async def test_hosts_with_ipv6_only_train(internet, net_swarm):
     hosts = [internet.host(name, versions=[6]) for name in ("one", "two", "three")]
     await net_swarm.found(hosts[0])

@@ -41,13 +41,14 @@ async def start_endpoint(network, nursery):
     """Starts endpoints: seed n lives on host n. Those started later know those before."""
     nodes = []
 
-    async def start(seed, *, limits=None, psk=None, transport=None, listen=None, handlers=()):
+    async def start(seed, *, limits=None, psk=None, transport=None, listen=None, handlers=(), **options):
         endpoint = Endpoint(
             Identity.from_seed(bytes([seed]) * 32),
             transport or network.transport(f"host{seed}"),
             psk=psk,
             limits=limits or Limits(),
             rng=random.Random(f"{seed} {len(nodes)}"),
+            **options,
         )
         for message_type, handler in handlers:
             endpoint.handle(message_type, handler)

@@ -255,7 +255,7 @@ async def test_nothing_is_left_behind(start, network, autojump_clock):
     assert not any(host.streams for host in network._hosts.values())
     for node in (a, b):
         assert not node.endpoint._dials
-        assert not node.endpoint._watchers
+        assert not node.endpoint._links._watchers
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")

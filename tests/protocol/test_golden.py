@@ -16,7 +16,7 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import membership, probe, sync
-from protocol import endpoint, frames, round_messages, wire
+from protocol import frames, hello, punch, reachability, relay, round_messages, wire
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
 from protocol.mux import Mux, MuxLimits
@@ -44,7 +44,20 @@ PLAN = Plan(
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
-    endpoint.Hello(b"\x01" * 8, 2, 7070): "94 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e",
+    hello.Hello(b"\x01" * 8, 2, 7070): "99 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c0 c2 c2",
+    hello.Hello(b"\x01" * 8, 2, 7070, HOME, OFFICE, HOME, True, True): (
+        "99 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e ae3139322e302e322e373a37303730 "
+        "b25b323030313a6462383a3a375d3a37303731 ae3139322e302e322e373a37303730 c3 c3"
+    ),
+    punch.Offer(HOME): "92 ab70756e63682e6f66666572 ae3139322e302e322e373a37303730",
+    punch.Answer(OFFICE): "92 ac70756e63682e616e73776572 b25b323030313a6462383a3a375d3a37303731",
+    punch.Sync(): "91 aa70756e63682e73796e63",
+    punch.Go(): "91 a870756e63682e676f",
+    reachability.DialBack(7070, b"\x05" * 16): "93 ac6e65742e6469616c6261636b cd1b9e c410 05*16",
+    reachability.DialBackResult(True): "92 b36e65742e6469616c6261636b2e726573756c74 c3",
+    relay.Connect(ALICE): "92 ad72656c61792e636f6e6e656374 c420 aa*32",
+    relay.Incoming(BOB): "92 ae72656c61792e696e636f6d696e67 c420 bb*32",
+    relay.Ready(): "91 ab72656c61792e7265616479",
     dht.Ping(): "91 a86468742e70696e67",
     dht.Pong(): "91 a86468742e706f6e67",
     dht.Find(ONES): "92 a86468742e66696e64 c420 11*32",
@@ -126,7 +139,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (endpoint, dht, round_messages, membership, probe, sync)
+    modules = (hello, punch, reachability, relay, dht, round_messages, membership, probe, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 

@@ -143,6 +143,27 @@ async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(autojump_
         simulated_swarm.leave(name)
 
 
+async def test_peers_that_cannot_reach_each_other_train_together_through_a_third(autojump_clock, simulated_swarm):
+    simulated_swarm.settings = endless(simulated_swarm.settings)
+    simulated_swarm.network.partition("b", "c")
+    with trio.fail_after(LIMIT):
+        a, b, c = [await simulated_swarm.start(name) for name in "abc"]
+        await c.until(lambda: c.events("round_committed"))
+        await c.until(lambda: len(c.events("round_committed")[-1]["members"]) == 3)
+        simulated_swarm.network.heal()
+        await c.until(lambda: c.events("connected")[-1]["path"] == "direct")
+        last = max(c.digests()) + 2
+        for peer in (a, b, c):
+            await peer.until_round(last)
+    agree(a, b, c)
+    paths = {(event["peer"], event["path"]) for event in c.events("connected")}
+    assert paths == {(str(a.id), "direct"), (str(b.id), "relayed"), (str(b.id), "direct")}
+    assert [event["verdict"] for event in a.events("reachability")] == ["public"]
+    assert not c.events("peer_lost")
+    for name in "abc":
+        simulated_swarm.leave(name)
+
+
 async def test_a_newcomer_does_not_wait_for_the_dead(autojump_clock, simulated_swarm):
     """The record of a peer that died outlives it in the DHT for two minutes."""
     simulated_swarm.settings = endless(simulated_swarm.settings)

@@ -1,0 +1,66 @@
+"""Serving requests: which handler a stream's first message is for, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from protocol import wire
+from protocol.connection import Connection
+from protocol.errors import ProtocolError, RequestRefused, ShoalError, first_error
+from protocol.stream import Stream
+from protocol.wire import Message
+
+_REQUEST_TIMEOUT = 10.0  # seconds from the opening of a stream to the end of the request on it
+
+_logger = logging.getLogger(__name__)
+Handler: TypeAlias = Callable[[Any, Stream], Awaitable[Message | None]]
+
+
+class Handlers:
+    """The request types that an endpoint serves."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+        self._types: dict[str, type] = {}
+
+    def add(self, message_type: type, handler: Handler) -> None:
+        """Serves requests of a type, see `Endpoint.handle`."""
+        name = wire.name_of(message_type)
+        if name in self._handlers:
+            raise ValueError(f"there is a handler for {name} already")
+        self._handlers[name] = handler
+        self._types[name] = message_type
+
+    async def serve(self, connection: Connection, stream: Stream) -> None:
+        """Reads the request of a stream that the peer opened, and has it handled."""
+        try:
+            data = await stream.receive_encoded(timeout=_REQUEST_TIMEOUT)
+            handler, request = self._decode(data)
+            answer = await handler(request, stream)
+            if answer is not None:
+                await stream.send_encoded(wire.encode(answer), last=True)
+            else:
+                await stream.finish()
+        # A handler with tasks of its own may raise groups, with our cancellation in them; that goes on its way.
+        except* ShoalError as group:
+            _answer_with_errors(connection, stream, group)
+        except* Exception:  # a bug in one handler must not end everybody's connections
+            _logger.exception("a handler failed on a request of %s", connection.peer.short)
+            stream.reset("failed", "internal error")
+
+    def _decode(self, data: bytearray) -> tuple[Handler, Any]:
+        try:
+            request: Message = wire.decode(data, self._types)
+        except wire.UnknownMessage as error:
+            raise RequestRefused(str(error), code="unknown_type") from None
+        return self._handlers[wire.name_of(type(request))], request
+
+
+def _answer_with_errors(connection: Connection, stream: Stream, group: BaseExceptionGroup[ShoalError]) -> None:
+    error = first_error(group)
+    if isinstance(error, ProtocolError) and not error.blamed:
+        connection.fail(error)
+    else:  # also if it was the fault of somebody else, whom the handler asked
+        stream.reset(error.code if isinstance(error, RequestRefused) else "failed", str(error))
