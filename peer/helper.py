@@ -19,11 +19,12 @@ from peer.events import EventLog
 from peer.failure import first_cause
 from peer.home import Home
 from peer.probe import Prober
-from peer.reach import Reach, book_entries, read_book, write_book
+from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, write_book
 from peer.status import member_status
 from peer.ticket import Ticket
 from protocol.endpoint import Endpoint, Limits, PeerConnected, PeerLost
 from protocol.errors import PeerUnreachable
+from protocol.reachability import Reachability
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
 
@@ -50,6 +51,8 @@ class HelperConfig:
     """Other helpers, or peers of any run, to join the DHT through."""
     ticket: Ticket | None = None
     """Of a private run, whose key is needed; the helper then helps this run only."""
+    relay: bool = True
+    """Pass on bytes between peers that cannot reach each other."""
     max_upload: int | None = None
     max_download: int | None = None
     on_address: Callable[[str], None] = lambda address: None
@@ -79,10 +82,20 @@ async def run_helper(
         config.home.identity,
         transport or TcpTransport(),
         psk=None if config.ticket is None else config.ticket.swarm_key,
-        limits=Limits(max_connections=MAX_CONNECTIONS, max_upload=config.max_upload, max_download=config.max_download),
+        limits=Limits(
+            max_connections=MAX_CONNECTIONS,
+            max_upload=config.max_upload,
+            max_download=config.max_download,
+            relay=config.relay,
+        ),
+        announce=config.announce,
+        local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
         rng=rng,
     )
-    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng))
+    reachability = Reachability(
+        endpoint, rng=rng, report=lambda verdict: config.events.emit("reachability", verdict=verdict)
+    )
+    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng), reachability)
     reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
@@ -99,11 +112,12 @@ async def run_helper(
 
 
 class _Helper:
-    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT) -> None:
+    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT, reachability: Reachability) -> None:
         self._config = config
         self._events = config.events
         self._endpoint = endpoint
         self._dht = dht
+        self._reachability = reachability
         self._reach = Reach(endpoint, config.events, config.announce)
         Prober(endpoint)
 
@@ -115,6 +129,7 @@ class _Helper:
         config = self._config
         await nursery.start(self._endpoint.run, config.listen)
         await nursery.start(self._dht.run)
+        nursery.start_soon(self._reachability.run)
         nursery.start_soon(self._watch)
         nursery.start_soon(self._bootstrap)
         nursery.start_soon(self._tell_members)

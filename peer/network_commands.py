@@ -63,6 +63,7 @@ def serve(
             map_port=not options.no_map,
             bootstrap=options.contacts,
             ticket=parsed,
+            relay=options.relay,
             max_upload=options.max_upload,
             max_download=options.max_download,
             on_address=on_address,
