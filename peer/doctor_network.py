@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import random
@@ -32,6 +33,7 @@ from protocol.errors import (
 )
 from protocol.identity import Identity, PeerId
 from protocol.portmap import Router, default_gateway, routers
+from protocol.reachability import Reachability
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
 
@@ -86,6 +88,8 @@ class Network:
             if self.patient.run is not None:
                 await step("run", 8.0, partial(self._run, nursery), "ask for a fresh ticket", late="fail")
             await step("speed", 8.0, self._speed, "the way to that peer is very slow; ask for another ticket")
+            if self._bound is not None:
+                await step("dial-back", 8.0, self._dial_back, "a firewall may drop what comes from outside")
         if mapping is not None:
             await step("mapping", MAP_LIMIT, mapping.result, "forward a port in the router, and --announce it")
         if self._measured is not None:
@@ -235,6 +239,19 @@ class Network:
                 findings.append(Finding("clock", "ok", f"agrees with peer {peer.short}'s"))
             return findings
         return [Finding("speed", "warn", f"not measured: {problem}", "try again in a minute")]
+
+    async def _dial_back(self) -> Findings:
+        """Whether those who were reached can connect to us."""
+        for peer in self._reached:
+            with contextlib.suppress(ShoalError):
+                await self.endpoint.connect(peer)
+        match await Reachability(self.endpoint, rng=random.Random()).check():
+            case "public":
+                return [Finding("dial-back", "ok", "others can dial this machine")]
+            case "private":
+                advice = "others reach it through a relay, or by punching; forward a port in the router to be dialled"
+                return [Finding("dial-back", "warn", "others cannot dial this machine", advice)]
+        return [Finding("dial-back", "ok", "whether others can dial this machine is not known: nobody could tell")]
 
     def _can_map(self) -> bool:
         return self.patient.map_port and self._bound is not None and not is_loopback(self._bound.host)

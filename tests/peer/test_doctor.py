@@ -24,6 +24,7 @@ from protocol.endpoint import Endpoint
 from protocol.errors import AddressError, HandshakeError, MappingFailed, PeerUnreachable, RequestRefused
 from protocol.identity import Identity, PeerId
 from protocol.natpmp import Grant
+from protocol.reachability import DialBack, DialBackResult, Reachability
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
 
@@ -53,6 +54,7 @@ async def member(nursery):
         endpoint = Endpoint(identity, TcpTransport(), psk=psk, rng=random.Random())
         dht = DHT(endpoint, identity, rng=random.Random())
         Prober(endpoint)
+        Reachability(endpoint, rng=random.Random())
         if manifest is not None:
 
             async def tell(request, stream):
@@ -106,7 +108,9 @@ def code_of(findings):
 async def test_a_peer_that_can_be_reached(healthy_machine, member, patient):
     endpoint, _ = await member()
     findings = await findings_of(patient(endpoint))
-    assert {finding.step for finding in findings} == {"port", "loopback", "dial", "rtt", "speed", "clock", "nat"}
+    steps = ["port", "loopback", "dial", "rtt", "speed", "clock", "dial-back", "nat"]
+    assert [finding.step for finding in findings] == steps
+    assert of(findings, "dial-back") == [("ok", "others can dial this machine")]
     assert {finding.verdict for finding in findings} == {"ok"}
     assert "/s up, " in of(findings, "speed")[0][1]
     assert code_of(findings) == 0
@@ -235,6 +239,23 @@ async def test_a_peer_that_measures_nothing(healthy_machine, patient, nursery):
     findings = await findings_of(patient(mute))
     assert of(findings, "speed")[0][0] == "warn"
     assert of(findings, "nat") == []
+    assert code_of(findings) == 0
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_machine_that_cannot_be_dialled(healthy_machine, patient, nursery, answers):
+    endpoint = Endpoint(Identity.generate(), TcpTransport(), rng=random.Random())
+
+    async def in_vain(request, stream):
+        await trio.lowlevel.checkpoint()
+        return DialBackResult(False)
+
+    if answers:
+        endpoint.handle(DialBack, in_vain)
+    await nursery.start(endpoint.run, LOOPBACK)
+    findings = await findings_of(patient(endpoint))
+    ((verdict, message),) = of(findings, "dial-back")
+    assert (verdict, "cannot dial" in message) == (("warn", True) if answers else ("ok", False))
     assert code_of(findings) == 0
 
 
