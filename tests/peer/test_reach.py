@@ -69,7 +69,9 @@ async def test_a_mapped_port_is_told_and_comes_first(endpoint, events, heard, ga
     assert (changes, heard) == ([], [])
     gateway.report(Mapping(OUTSIDE, "pcp", 600.0))
     assert changes.pop() == (OUTSIDE, own)
+    assert endpoint.advertised() == OUTSIDE
     gateway.report(Mapping(INSIDE, "upnp", 600.0))
+    assert endpoint.advertised() is None
     assert changes.pop() == (own, INSIDE)  # it leads in from the network between two routers at best
     gateway.report(None)
     assert changes.pop() == (own,)

@@ -8,6 +8,7 @@ import torch
 import trio
 
 import peer.daemon
+import peer.reach
 from dht import members_key
 from dht.node import DHT
 from peer.checkpoint import load_latest
@@ -248,7 +249,7 @@ async def test_values_that_are_no_numbers_cost_their_sender_the_round(autojump_c
 
 
 async def test_the_ticket_of_a_peer_that_listens_everywhere(autojump_clock, simulated_swarm, monkeypatch):
-    monkeypatch.setattr(peer.daemon, "_outward_host", lambda: "a")
+    monkeypatch.setattr(peer.reach, "outward_host", lambda: "a")
     with trio.fail_after(LIMIT):
         a = await simulated_swarm.start("a", listen=Address("0.0.0.0", 4000))
         assert simulated_swarm.ticket.bootstrap[0] == (a.id, Address("a", 4000))
