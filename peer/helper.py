@@ -19,7 +19,7 @@ from peer.events import EventLog
 from peer.failure import first_cause
 from peer.home import Home
 from peer.probe import Prober
-from peer.reach import Reach, book_entries, read_book, write_book
+from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, tell_paths, write_book
 from peer.status import member_status
 from peer.ticket import Ticket
 from protocol.endpoint import Endpoint, Limits, PeerConnected, PeerLost
@@ -44,6 +44,7 @@ class HelperConfig:
     listen: Address
     events: EventLog
     announce: Address | None = None
+    relay: bool = True
     map_port: bool = False
     """Ask the home's gateway for a port, unless an address is announced."""
     bootstrap: tuple[Contact, ...] = ()
@@ -79,10 +80,17 @@ async def run_helper(
         config.home.identity,
         transport or TcpTransport(),
         psk=None if config.ticket is None else config.ticket.swarm_key,
-        limits=Limits(max_connections=MAX_CONNECTIONS, max_upload=config.max_upload, max_download=config.max_download),
+        limits=Limits(
+            max_connections=MAX_CONNECTIONS,
+            max_upload=config.max_upload,
+            max_download=config.max_download,
+            relay=config.relay,
+        ),
+        announce=config.announce,
+        local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
         rng=rng,
     )
-    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng))
+    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng), rng)
     reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
@@ -99,8 +107,9 @@ async def run_helper(
 
 
 class _Helper:
-    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT) -> None:
+    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT, rng: random.Random) -> None:
         self._config = config
+        self._rng = rng
         self._events = config.events
         self._endpoint = endpoint
         self._dht = dht
@@ -113,6 +122,7 @@ class _Helper:
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[str]) -> None:
         config = self._config
+        await nursery.start(tell_paths, self._endpoint, self._events, self._rng)
         await nursery.start(self._endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         nursery.start_soon(self._watch)

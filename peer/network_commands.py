@@ -60,6 +60,7 @@ def serve(
             listen=options.listen,
             events=events,
             announce=options.announce,
+            relay=options.relay,
             map_port=not options.no_map,
             bootstrap=options.contacts,
             ticket=parsed,

@@ -97,7 +97,8 @@ class Endpoint:
         self._upload = None if self._limits.max_upload is None else TokenBucket(self._limits.max_upload)
         self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
         self._handlers = Handlers()
-        self._announce = announce
+        self.announced = announce
+        """Where others are to connect to, if that is known better than from what they see: it may change."""
         self._local_host = local_host
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
@@ -497,8 +498,8 @@ class Endpoint:
     def advertised(self) -> Address | None:
         """Where others are to connect to: as configured, else our port at the host that others see us at."""
         host = self._links.host_seen()
-        if self._announce is not None or self.address is None or host is None:
-            return self._announce
+        if self.announced is not None or self.address is None or host is None:
+            return self.announced
         return Address(host, self.address.port)
 
     def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
