@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from peer.contact import parse_contact
+from peer.status import read_status
 from peer.ticket import Ticket
 
 pytestmark = pytest.mark.processes
@@ -39,6 +40,11 @@ async def test_a_newcomer_finds_the_swarm_through_the_helper_alone(swarm, shoal)
 
     status = json.loads(shoal("status", "--json", home=helper.home).out)
     assert (status["running"], status["activity"], status["run"]) == (True, "serving", None)
+
+    def known():
+        return {each.peer for each in read_status(helper.home / "status.json").members}
+
+    await swarm.until(lambda: known() >= {member.peer, newcomer.peer}, "both in the helper's status")
     peers = json.loads(shoal("peers", "--json", home=helper.home).out)["peers"]
     assert {peer["peer"] for peer in peers} >= {member.peer, newcomer.peer}
     assert f"--bootstrap {address}" in helper.log.read_text()
@@ -64,6 +70,8 @@ async def test_a_swarm_whose_ticket_does_not_know_the_helper(swarm, shoal):
     swarm.join(newcomer, founder.ticket, "--bootstrap", address)
     await swarm.started(newcomer)
     await swarm.together(member, newcomer)
+    status = newcomer.home / "status.json"
+    await swarm.until(lambda: read_status(status).members != (), "a status with the members")
     lines = shoal("peers", home=newcomer.home).out.splitlines()
     assert lines[0].split() == ["peer", "address", "path", "rtt", "round"]
     assert any(line.startswith(member.peer[:8]) for line in lines)
