@@ -24,7 +24,7 @@ from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, write_book
+from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, tell_paths, write_book
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
@@ -32,10 +32,9 @@ from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
-from protocol.endpoint import Endpoint, Limits, PeerLost
+from protocol.endpoint import Endpoint, Limits
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
-from protocol.reachability import Reachability
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
@@ -151,9 +150,6 @@ class _Daemon:
             local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
             rng=self._rng,
         )
-        self._reachability = Reachability(
-            self.endpoint, rng=self._rng, report=lambda verdict: self._events.emit("reachability", verdict=verdict)
-        )
         self._dht = DHT(self.endpoint, self._identity, rng=self._rng)
         self._reach = Reach(self.endpoint, self._events, config.announce)
         Prober(self.endpoint)
@@ -161,9 +157,8 @@ class _Daemon:
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
-        await nursery.start(self._tell_connections)
+        await nursery.start(tell_paths, self.endpoint, self._events, self._rng)
         await nursery.start(self.endpoint.run, config.listen)
-        nursery.start_soon(self._reachability.run)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
@@ -297,15 +292,6 @@ class _Daemon:
     def _report(self, event: RoundEvent) -> None:
         fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
         self._events.emit(event.event, **fields)
-
-    async def _tell_connections(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Emits an event for each peer that is connected, and again when it is connected another way."""
-        with self.endpoint.watch() as events:
-            task_status.started()
-            async for event in events:
-                known = self.endpoint.statistics(event.peer)
-                if not isinstance(event, PeerLost) and known is not None:
-                    self._events.emit("connected", peer=event.peer, path=event.path, rtt=round(known.rtt, 6))
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first, then the peers that were given to us, and then others that we know."""

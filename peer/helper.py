@@ -19,12 +19,11 @@ from peer.events import EventLog
 from peer.failure import first_cause
 from peer.home import Home
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, write_book
+from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, tell_paths, write_book
 from peer.status import member_status
 from peer.ticket import Ticket
 from protocol.endpoint import Endpoint, Limits, PeerConnected, PeerLost
 from protocol.errors import PeerUnreachable
-from protocol.reachability import Reachability
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
 
@@ -45,14 +44,13 @@ class HelperConfig:
     listen: Address
     events: EventLog
     announce: Address | None = None
+    relay: bool = True
     map_port: bool = False
     """Ask the home's gateway for a port, unless an address is announced."""
     bootstrap: tuple[Contact, ...] = ()
     """Other helpers, or peers of any run, to join the DHT through."""
     ticket: Ticket | None = None
     """Of a private run, whose key is needed; the helper then helps this run only."""
-    relay: bool = True
-    """Pass on bytes between peers that cannot reach each other."""
     max_upload: int | None = None
     max_download: int | None = None
     on_address: Callable[[str], None] = lambda address: None
@@ -92,10 +90,7 @@ async def run_helper(
         local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
         rng=rng,
     )
-    reachability = Reachability(
-        endpoint, rng=rng, report=lambda verdict: config.events.emit("reachability", verdict=verdict)
-    )
-    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng), reachability)
+    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng), rng)
     reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
@@ -112,12 +107,12 @@ async def run_helper(
 
 
 class _Helper:
-    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT, reachability: Reachability) -> None:
+    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT, rng: random.Random) -> None:
         self._config = config
+        self._rng = rng
         self._events = config.events
         self._endpoint = endpoint
         self._dht = dht
-        self._reachability = reachability
         self._reach = Reach(endpoint, config.events, config.announce)
         Prober(endpoint)
 
@@ -127,9 +122,9 @@ class _Helper:
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[str]) -> None:
         config = self._config
+        await nursery.start(tell_paths, self._endpoint, self._events, self._rng)
         await nursery.start(self._endpoint.run, config.listen)
         await nursery.start(self._dht.run)
-        nursery.start_soon(self._reachability.run)
         nursery.start_soon(self._watch)
         nursery.start_soon(self._bootstrap)
         nursery.start_soon(self._tell_members)

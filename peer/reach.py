@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import random
 import socket
 from collections.abc import Callable, Iterable
+
+import trio
 
 from peer.contact import Contact
 from peer.events import EventLog
 from peer.home import Home, write_atomically
-from protocol.endpoint import Endpoint
+from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import ShoalError
 from protocol.identity import PeerId
 from protocol.portmap import Mapping, keep_mapped
+from protocol.reachability import Reachability
 from protocol.transport import Address
 
 MAX_BOOK = 200
@@ -78,6 +82,27 @@ class Reach:
                 changed()
 
         await keep_mapped(bound.port, on_change=take)
+
+
+async def tell_paths(
+    endpoint: Endpoint,
+    events: EventLog,
+    rng: random.Random,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Finds out whether others can connect to us, and tells that and how we are connected to whom, until cancelled."""
+    reachability = Reachability(endpoint, rng=rng, report=lambda verdict: events.emit("reachability", verdict=verdict))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reachability.run)
+        while True:  # a watcher that cannot keep up is dropped
+            with endpoint.watch() as changes:
+                task_status.started()
+                task_status = trio.TASK_STATUS_IGNORED
+                async for change in changes:
+                    known = endpoint.statistics(change.peer)
+                    if not isinstance(change, PeerLost) and known is not None:
+                        events.emit("connected", peer=change.peer, path=change.path, rtt=round(known.rtt, 6))
 
 
 def outward_host() -> str | None:

@@ -93,7 +93,8 @@ class Reachability:
 
     async def check(self) -> Verdict:
         """What a few others find out now."""
-        address = self._endpoint.address
+        # The host that we are seen at is what others dial, but a router may map another port of it.
+        address = self._endpoint.advertised() or self._endpoint.address
         if address is None:
             return "private"
         votes: list[bool] = []

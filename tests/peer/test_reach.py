@@ -8,7 +8,7 @@ import trio.testing
 import peer.reach
 from peer.events import EventLog
 from peer.home import Home
-from peer.reach import MAX_BOOK, Reach, book_entries, is_loopback, read_book, write_book
+from peer.reach import MAX_BOOK, Reach, book_entries, is_loopback, read_book, tell_paths, write_book
 from protocol.endpoint import Endpoint
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
@@ -73,6 +73,7 @@ async def test_a_mapped_port_is_told_and_comes_first(endpoint, events, heard, ga
     gateway.report(Mapping(INSIDE, "upnp", 600.0))
     assert endpoint.advertised() is None
     assert changes.pop() == (own, INSIDE)  # it leads in from the network between two routers at best
+    assert endpoint.advertised() is None
     gateway.report(None)
     assert changes.pop() == (own,)
     told = [{key: event.get(key) for key in ("event", "address", "method", "behind_nat")} for event in heard]
@@ -99,6 +100,20 @@ async def test_nothing_is_mapped_to_loopback(events, gateway, nursery):
     with trio.fail_after(1.0):
         await Reach(endpoint, events).keep_mapped(lambda: None)
     assert gateway.ports == []
+
+
+async def test_paths_are_told(endpoint, events, heard, nursery):
+    other = Endpoint(Identity.from_seed(bytes([1]) * 32), endpoint._transport, rng=random.Random(1))
+    await nursery.start(other.run, None)
+    await nursery.start(tell_paths, endpoint, events, random.Random(2))
+    await other.connect(Address("192.0.2.2", 4000))
+    with trio.fail_after(10.0):
+        while not heard:
+            await trio.lowlevel.checkpoint()
+    assert {**heard[0], "t": 0, "rtt": 0} == {
+        "t": 0, "event": "connected", "peer": str(other.peer_id), "by": "me", "path": "direct", "rtt": 0
+    }  # fmt: skip
+    nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
