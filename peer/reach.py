@@ -54,7 +54,7 @@ class Reach:
         if bound.host in UNSPECIFIED:
             own = Address(outward_host() or LOOPBACK, bound.port)
         if self._mapping is None:
-            return (self._endpoint.advertised() or own if bound.host in UNSPECIFIED else own,)
+            return (self._endpoint.advertised() or own,) if bound.host in UNSPECIFIED else (own,)
         mapped = self._mapping.external
         return (own, mapped) if self._mapping.behind_nat else (mapped, own)
 
@@ -71,7 +71,7 @@ class Reach:
         def take(mapping: Mapping | None) -> None:
             before, addresses = self._mapping, self.addresses
             self._mapping = mapping
-            self._endpoint.announced = None if mapping is None or mapping.behind_nat else mapping.external
+            self._endpoint.mapped = None if mapping is None or mapping.behind_nat else mapping.external
             if mapping is not None:
                 self._events.emit(
                     "mapped", address=str(mapping.external), method=mapping.method, behind_nat=mapping.behind_nat

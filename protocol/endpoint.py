@@ -97,8 +97,9 @@ class Endpoint:
         self._upload = None if self._limits.max_upload is None else TokenBucket(self._limits.max_upload)
         self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
         self._handlers = Handlers()
-        self.announced = announce
-        """Where others are to connect to, if that is known better than from what they see: it may change."""
+        self._announce = announce
+        self.mapped: Address | None = None
+        """Set this to a gateway's address that leads to ours; new connections tell others."""
         self._local_host = local_host
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
@@ -496,11 +497,11 @@ class Endpoint:
             self._book.learn(peer, tuple(dict.fromkeys(addresses)), proven=True)
 
     def advertised(self) -> Address | None:
-        """Where others are to connect to: as configured, else our port at the host that others see us at."""
+        """Where others are to connect to: as configured, else as mapped, else our port at the host that others see."""
         host = self._links.host_seen()
-        if self.announced is not None or self.address is None or host is None:
-            return self.announced
-        return Address(host, self.address.port)
+        if self._announce is not None or self.address is None:
+            return self._announce
+        return self.mapped or (Address(host, self.address.port) if host is not None else None)
 
     def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
         port = self._port()
