@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+from collections.abc import Callable
 
 import attrs
 import trio
@@ -142,17 +143,40 @@ class SecureChannel:
         # Before a record is taken, so that none is lost. No full checkpoint: rescheduling for every small record costs
         # more than decrypting it, and the reader's buffer bounds how many there can be in a row.
         await trio.lowlevel.checkpoint_if_cancelled()
+        while (record := self.take()) is None:
+            await self.fill()
+        return bytes(record)
+
+    def take(self, place: Callable[[int], memoryview | None] | None = None) -> bytes | memoryview | None:
+        """The plaintext of the next record if it has arrived, else None: `fill` gets more.
+
+        Args:
+            place: See `RecordReader.next_record`.
+
+        Raises:
+            ProtocolError: as `receive`.
+        """
         try:
-            while (record := self._reader.next_record()) is None:
-                count = await self._stream.receive_into(self._reader.space())
-                if count == 0:
-                    where = " in the middle of a record" if self._reader.pending else ""
-                    raise PeerGone(f"{self._name} closed the connection{where}")
-                self.bytes_received += count
-                self._reader.received(count)
-            return record
+            return self._reader.next_record(place)
         except ProtocolError as error:
             raise ProtocolError(f"from {self._name}: {error}") from error
+
+    async def fill(self) -> None:
+        """Wait for more bytes to arrive. Only when `take` has returned None.
+
+        Raises:
+            PeerGone: as `receive`.
+        """
+        count = await self._stream.receive_into(self._reader.space())
+        if count == 0:
+            where = " in the middle of a record" if self._reader.pending else ""
+            raise PeerGone(f"{self._name} closed the connection{where}")
+        self.bytes_received += count
+        self._reader.received(count)
+
+    def release(self) -> None:
+        """Give back memory that is kept for large writes: none is expected soon."""
+        self._writer.release()
 
     async def aclose(self) -> None:
         """Close the connection. May be called again."""

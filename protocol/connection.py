@@ -29,6 +29,7 @@ from protocol.mux import (
     MuxLimits,
     MuxStream,
     Opened,
+    Placed,
     Pong,
     Readable,
     Reset,
@@ -39,13 +40,15 @@ from protocol.rate import TokenBucket
 from protocol.stream import Stream
 
 _SMALLEST_WRITE = MAX_RECORD
-_LARGEST_WRITE = 16 * MAX_RECORD
+LARGEST_WRITE = 32 * MAX_RECORD
+"""Bytes of plaintext in one write, at most."""
 # One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
 # halve the cost per byte, which only matters on links that take them in no time.
 _WRITE_SECONDS = (0.01, 0.05)
 _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so long is of no use
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
+_WORK_AT_ONCE = 256
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -59,8 +62,8 @@ class Limits:
     """Incoming connections that have not yet proved who they are; a further one replaces the oldest."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
-    window: int = attrs.field(default=1 << 20, validator=ge(1 << 16))
-    """Bytes of one bulk stream that may be on their way or unread."""
+    window: int = attrs.field(default=1 << 23, validator=ge(1 << 16))
+    """Bytes of one bulk stream that may be on their way or unread, at most: what a gigabit takes 60 ms for."""
     max_buffered: int = attrs.field(default=1 << 26, validator=ge(0))
     """Bytes that the windows of a connection's bulk streams add up to."""
     max_upload: float | None = attrs.field(default=None, validator=optional(gt(0)))
@@ -125,6 +128,7 @@ class Connection:
         self._pings = 0
         self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
         self._heard_at = 0.0
+        self._write_began = math.inf  # when what is being written now was handed over
         self._retired_at = math.inf
 
     @property
@@ -235,30 +239,40 @@ class Connection:
 
     async def _read(self) -> None:
         patience = TokenBucket(_WORK_PER_SECOND)
+        work = 0
         try:
             while self.failure is None:
-                record = await self.channel.receive()
-                self._heard_at = now = trio.current_time()
-                work = self.mux.work
-                for event in self.mux.receive(record):
-                    self._dispatch(event)
-                self._end_if_done()
-                if self.mux.urgent or self.mux.bulk_waiting:
-                    self.kick()
-                # Whoever floods us waits, so that others get their turn.
-                patience.spend(self.mux.work - work, now)
-                if delay := patience.delay(now):
-                    await trio.sleep(delay)
+                await self.channel.fill()
+                self._heard_at = trio.current_time()
+                while self.failure is None and (record := self.channel.take(self.mux.place)) is not None:
+                    for event in self.mux.receive(record):
+                        self._dispatch(event)
+                    if self.mux.work - work >= _WORK_AT_ONCE:
+                        work = await self._rest(patience, work)
+                work = await self._rest(patience, work)
         except PeerGone as error:
             self._end(error)
         except ProtocolError as error:
             self.fail(error)
+
+    async def _rest(self, patience: TokenBucket, work: int) -> int:
+        """After some records: whoever floods us waits, so that others get their turn."""
+        self._end_if_done()
+        if self.mux.urgent or self.mux.bulk_waiting:
+            self.kick()
+        now = trio.current_time()
+        patience.spend(self.mux.work - work, now)
+        if delay := patience.delay(now):
+            await trio.sleep(delay)
+        return self.mux.work
 
     def _dispatch(self, event: Event) -> None:
         match event:
             case Readable(raw) | Stopped(raw):
                 if (stream := self._streams.get(raw.id)) is not None:
                     stream.wake()
+            case Placed(raw, count):
+                self.grant(raw, count)
             case Opened(raw):
                 self._accept(raw)
             case Reset(raw):
@@ -292,7 +306,7 @@ class Connection:
             self._serving -= 1
 
     async def _write(self) -> None:
-        budget = _LARGEST_WRITE // 4
+        budget = LARGEST_WRITE // 4
         try:
             with self._writing:
                 while await self._until_writable():
@@ -303,16 +317,15 @@ class Connection:
                         self._upload.spend(batch.bulk, started)
                     for raw in batch.progressed:
                         if (stream := self._streams.get(raw.id)) is not None:
-                            stream.wake()
+                            stream.on_progress()
                     if batch.records:
-                        with trio.fail_after(_WRITE_TIMEOUT):
-                            await self.channel.send(*batch.records)
+                        self._write_began = started
+                        await self.channel.send(*batch.records)
+                        self._write_began = math.inf
                     budget = _adapted(budget, trio.current_time() - started)
                     self._end_if_done()
         except PeerGone as error:
             self._end(error)
-        except trio.TooSlowError:
-            self._end(PeerGone(f"{self.peer.short} took no data for {_WRITE_TIMEOUT:g} s"))
 
     async def _until_writable(self) -> bool:
         """Waits until there is something to write; False when there will be nothing any more."""
@@ -351,6 +364,11 @@ class Connection:
             if now >= self._heard_at + limits.dead_after:
                 self._end(PeerGone(f"{self.peer.short} has been silent for {limits.dead_after:g} s"))
                 return
+            if now >= self._write_began + _WRITE_TIMEOUT:
+                self._end(PeerGone(f"{self.peer.short} took no data for {_WRITE_TIMEOUT:g} s"))
+                return
+            if not self.mux.bulk_waiting:
+                self.channel.release()
             if now - self._retired_at > _RETIRED_IDLE and self.mux.idle and not self._streams:
                 self.close("not needed")
                 return
@@ -378,7 +396,7 @@ def _adapted(budget: int, seconds: float) -> int:
     """The size of the next write, after one that took so long."""
     quick, slow = _WRITE_SECONDS
     if seconds < quick:
-        return min(2 * budget, _LARGEST_WRITE)
+        return min(2 * budget, LARGEST_WRITE)
     if seconds > slow:
         return max(budget // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST_WRITE)
     return budget

@@ -23,7 +23,7 @@ _BACKLOG = 128
 _OPTIONS = (
     ("SOL_SOCKET", "SO_KEEPALIVE", 1),
     ("IPPROTO_TCP", "TCP_NODELAY", 1),
-    ("IPPROTO_TCP", "TCP_NOTSENT_LOWAT", 131_072),
+    ("IPPROTO_TCP", "TCP_NOTSENT_LOWAT", 4_194_304),
     ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 10_000),
     ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
     ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
@@ -47,7 +47,7 @@ class TcpTransport:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT:.0f} s") from None
         except OSError as error:
             raise PeerUnreachable(f"cannot connect to {address}: {_reason(error)}") from error
-        _set_options(stream.socket)
+        set_options(stream.socket)
         return TcpStream(stream.socket, address)
 
     async def listen(self, address: Address) -> TcpListener:
@@ -82,7 +82,7 @@ class TcpListener:
                 # Everything else concerns one connection, which died before we could take it.
                 await trio.sleep(_SHORTAGE_PAUSE if error.errno in _SHORTAGE else 0)
             else:
-                _set_options(accepted)
+                set_options(accepted)
                 return TcpStream(accepted, _address_of(name))
 
     async def aclose(self) -> None:
@@ -146,7 +146,7 @@ async def _listen(address: Address) -> TcpListener:
         raise
 
 
-def _set_options(sock: trio.socket.SocketType) -> None:
+def set_options(sock: trio.socket.SocketType) -> None:
     for level, name, value in _OPTIONS:
         if hasattr(socket, name):
             # A connection that is already dead refuses options; sending on it will say so.

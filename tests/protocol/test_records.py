@@ -110,7 +110,7 @@ def test_nothing_to_seal():
 def test_rekeying_on_both_sides(monkeypatch, without_encrypt_into):
     monkeypatch.setattr(records, "REKEY_INTERVAL", 3)
     if without_encrypt_into:
-        monkeypatch.setattr(noise, "_CAN_ENCRYPT_INTO", False)
+        monkeypatch.setattr(noise, "_INTO", False)
     source, target = writer(), reader()
     plaintexts = [bytes([number]) for number in range(10)]
     sealed = source.seal(*plaintexts)
