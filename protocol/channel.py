@@ -18,7 +18,7 @@ from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
 from protocol.noise import KEY_SIZE, Handshake
 from protocol.records import RecordReader, RecordWriter
-from protocol.transport import Address, Buffer, ByteStream
+from protocol.transport import Address, Buffer, ByteStream, PacedStream, Path
 
 VERSION = 1
 HANDSHAKE_TIMEOUT = 10.0
@@ -103,6 +103,7 @@ class SecureChannel:
         """Bytes on the wire so far, with the handshake and all overhead of ours."""
         self.bytes_received = received
         self._stream = stream
+        self._paced = stream if isinstance(stream, PacedStream) else None
         sending, receiving = session.split()
         self._writer = RecordWriter(sending)
         self._reader = RecordReader(receiving)
@@ -173,6 +174,15 @@ class SecureChannel:
             raise PeerGone(f"{self._name} closed the connection{where}")
         self.bytes_received += count
         self._reader.received(count)
+
+    def measure(self) -> Path | None:
+        """See `PacedStream.measure`."""
+        return None if self._paced is None else self._paced.measure()
+
+    def pace(self, rate: float, unsent: int) -> None:
+        """See `PacedStream.pace`."""
+        if self._paced is not None:
+            self._paced.pace(rate, unsent)
 
     def release(self) -> None:
         """Give back memory that is kept for large writes: none is expected soon."""

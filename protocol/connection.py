@@ -23,6 +23,7 @@ from protocol.errors import (
 )
 from protocol.frames import MAX_RECORD
 from protocol.mux import (
+    FIRST_WINDOW,
     Event,
     Goodbye,
     Mux,
@@ -36,6 +37,7 @@ from protocol.mux import (
     Retired,
     Stopped,
 )
+from protocol.pacing import Pacer
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 
@@ -116,7 +118,7 @@ class Connection:
         self._granting = trio.lowlevel.ParkingLot()
         self.mux = Mux(
             initiator=initiator,
-            limits=MuxLimits(limits.max_streams, limits.window, limits.max_buffered),
+            limits=MuxLimits(limits.max_streams, _window(limits), limits.max_buffered),
         )
         self._streams: dict[int, Stream] = {}
         self._serving = 0
@@ -127,6 +129,7 @@ class Connection:
         self._nursery: trio.Nursery | None = None
         self._pings = 0
         self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
+        self._pacer = Pacer()
         self._heard_at = 0.0
         self._write_began = math.inf  # when what is being written now was handed over
         self._retired_at = math.inf
@@ -306,7 +309,7 @@ class Connection:
             self._serving -= 1
 
     async def _write(self) -> None:
-        budget = LARGEST_WRITE // 4
+        budget = LARGEST_WRITE // 8
         try:
             with self._writing:
                 while await self._until_writable():
@@ -322,10 +325,23 @@ class Connection:
                         self._write_began = started
                         await self.channel.send(*batch.records)
                         self._write_began = math.inf
-                    budget = _adapted(budget, trio.current_time() - started)
+                    budget = self._next_budget(budget, trio.current_time() - started)
                     self._end_if_done()
         except PeerGone as error:
             self._end(error)
+
+    def _next_budget(self, budget: int, seconds: float) -> int:
+        """The size of the next write, after one that took so long. From time to time, decides the rate too."""
+        pacer, now = self._pacer, trio.current_time()
+        if not self.mux.bulk_waiting:
+            pacer.pause()
+        if pacer.due(now) and (path := self.channel.measure()) is not None:
+            pacer.update(now, path)
+            self.channel.pace(pacer.rate, pacer.unsent)
+        if pacer.burst:
+            whole = pacer.burst // MAX_RECORD * MAX_RECORD
+            return min(whole or pacer.burst, LARGEST_WRITE)
+        return _adapted(budget, seconds)
 
     async def _until_writable(self) -> bool:
         """Waits until there is something to write; False when there will be nothing any more."""
@@ -339,6 +355,7 @@ class Connection:
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
+                self._pacer.pause()
                 await self._wake.park()
         return False
 
@@ -390,6 +407,13 @@ class Connection:
     def _end_if_done(self) -> None:
         if self.mux.retired and self.mux.peer_retired and self.mux.idle and not self._streams:
             self.close("replaced by another connection")
+
+
+def _window(limits: Limits) -> int:
+    """The largest window. The cap on what arrives starts to work when it is used up, so no more than a second's worth."""
+    if limits.max_download is None:
+        return limits.window
+    return min(limits.window, max(FIRST_WINDOW, int(limits.max_download)))
 
 
 def _adapted(budget: int, seconds: float) -> int:

@@ -47,7 +47,8 @@ INITIAL_WINDOW = 1 << 16
 
 _INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
 _TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
-_FIRST_WINDOW = 1 << 20  # of a stream whose raw bytes somebody reads
+FIRST_WINDOW = 1 << 20
+"""Bytes that a bulk stream's window has at least, once somebody reads raw bytes from it, if the budget allows."""
 _MAX_URGENT = 1 << 20  # bytes of replies for a peer that asks but does not read
 _LAST_ID = 2**32 - 2
 
@@ -359,7 +360,7 @@ class Mux:
         """
         self.demote(stream)
         if not stream._extra and not stream._peer_fin and stream.id in self._streams:
-            self._widen_by(stream, _FIRST_WINDOW - INITIAL_WINDOW)
+            self._widen_by(stream, FIRST_WINDOW - INITIAL_WINDOW)
             if stream._extra:
                 self._credits[stream.id] = stream
 
