@@ -20,8 +20,8 @@ from protocol.transport import Path
 SMALLEST_BURST = 1 << 14
 LARGEST_BURST = 1 << 22
 
-_BURST_SECONDS = 0.004  # what is handed over at a time lasts so long
-_UNSENT_SECONDS = (0.004, 0.010)  # and what may wait unsent lasts so long
+_BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
+_UNSENT_SECONDS = (0.003, 0.006)  # and what may wait unsent lasts so long
 _KEPT_UP = 0.93  # of the rate has to arrive, else we were too slow to hand it over
 _TICK = 0.01  # seconds between looks, at least: also a round trip
 _MEMORY = 10.0  # seconds for which the shortest round trip is remembered, at least; twice that at most
@@ -31,9 +31,9 @@ _JITTERS = 1.5  # that a round trip may be longer besides
 _AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
 _SAMPLES = 4  # round trips over which the link's rate is averaged
 _HOLD = 0.95  # of the link's rate, after the queue was drained
-_STEP = 0.01  # of the link's rate, by which the rate grows each round trip
-_KNOWN = 1.05  # of the link's rate: above, the link has changed, and the rate grows faster
-_LEAP = 1.03
+_STEP = 0.005  # of the link's rate, by which the rate grows each round trip
+_KNOWN = 1.08  # of the link's rate: above, the link has changed, and the rate grows faster
+_LEAP = 1.02
 # The link's rate is measured anew whenever there is a queue, and may be much lower then. A short queue could be noise.
 _SHORT = 0.02
 _DROP_SHORT, _DROP = 0.97, 0.5
@@ -59,6 +59,7 @@ class Pacer:
         self._last: tuple[float, int] | None = None  # time and bytes arrived, at the last look
         self._steady = False  # there was bulk data to send all the time since
         self._rates: deque[float] = deque(maxlen=_SAMPLES)
+        self._asked = deque([0.0], maxlen=2)  # the rates of the last two round trips: what arrives now was sent then
         self._trips = _Trips()
         self._previous = 0.0  # the rate that was possible, as of the last look
         self._patience = _UNSENT_SECONDS[1]  # seconds that what waits unsent lasts
@@ -90,6 +91,7 @@ class Pacer:
             low, high = _UNSENT_SECONDS
             self._patience = min(max(low, change * self._patience), high)
             self._decide(path.rtt)
+            self._asked.append(self.rate)
             self._previous = min(self.rate, self.delivered)
         self.delivered = max(self.delivered, arrived)
         possible = min(self.rate, self.delivered)
@@ -100,19 +102,23 @@ class Pacer:
         """The link's rate, now that there is a queue."""
         if self.rate == math.inf:  # it has only just become so fast
             return max(self._rates)
-        drop = _DROP_SHORT if self._trips.excess < _SHORT else _DROP
-        return max(statistics.fmean(self._rates), drop * self._link)
+        if self._trips.excess < _SHORT:
+            return max(statistics.fmean(self._rates), _DROP_SHORT * self._link)
+        return max(self.delivered, _DROP * self._link)
 
     def _decide(self, rtt: float) -> None:
         if self._draining:  # what was done now shows in the next round trip
             self._draining = False
             self.rate = _HOLD * self._link
         elif self._trips.long:
-            if self._drains == _DRAINS:
+            # If less arrives than was sent, or more, then it is our bytes that queue, and what arrives is what fits.
+            asked = self._asked[0]
+            ours = self._trips.excess > _SHORT and abs(self.delivered - asked) > (1 - _KEPT_UP) * asked
+            if self._drains >= _DRAINS and not ours:
                 self._trips.accept()
                 self._drains = 0
                 return
-            if not self._drains:
+            if ours or not self._drains:
                 self._link = self._measured()
             self._drains += 1
             self._draining = True

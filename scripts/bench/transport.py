@@ -377,9 +377,7 @@ class Side:
             child.do("forget_peak")
             idle.append(child.usage().resident)
         self.client.do("slow", size)
-        return max(
-            child.usage().peak - before for child, before in zip((self.client, self.server), idle, strict=True)
-        )
+        return max(child.usage().peak - before for child, before in zip((self.client, self.server), idle, strict=True))
 
     def median(self, name: str) -> float:
         """Of all repetitions."""
@@ -395,7 +393,9 @@ class Side:
         self.values.setdefault(name, []).append(value)
 
 
-def row(case: str, ours: float, rival: float, unit: str, goal: str, name: str = "plain trio socket") -> dict[str, object]:
+def row(
+    case: str, ours: float, rival: float, unit: str, goal: str, name: str = "plain trio socket"
+) -> dict[str, object]:
     """One line of the result."""
     return {
         "case": case,
