@@ -2,8 +2,8 @@
 
     sudo python scripts/bench/link.py --quick --json
 
-The line has 100 Mbit/s, a round trip of 50 ms and a queue of 200 ms. A transfer has to fill it while the round trip of a
-request, made every 50 ms, stays close to the line's own. Exit code 1 if a goal is missed, 0 with a message if there can
+The line has 100 Mbit/s, a round trip of 50 ms and a queue of 200 ms. A transfer has to fill it while the round trip of
+a request, made every 50 ms, stays close to the line's own. Exit code 1 if a goal is missed, 0 and a message if there can
 be no network namespaces.
 """
 
@@ -19,15 +19,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from transport import CHUNK, Child, met, row
+from transport import CHUNK, Child, met, row  # noqa: E402
 
-from tests.net.topology import Internet, Link, missing, sweep
+from tests.net.topology import Internet, Link, missing, sweep  # noqa: E402
 
 RATE = 100.0  # Mbit/s
 RTT = 50.0  # ms
 QUEUE = 200.0  # ms
 INTERVAL = 0.05  # seconds between requests
-SMALL = CHUNK >> 20  # MiB: what is sent is a multiple of it
 
 
 def measure(internet: Internet, congestion: str, loss: float, size: int) -> tuple[float, list[float], float]:

@@ -2,9 +2,9 @@
 
     python scripts/bench/transport.py --quick --json
 
-The rival does the same over a bare TCP socket of trio, with the same socket options and with reads and writes of the
-same size, out of and into equal buffers: no encryption, no streams, no credit. Both take turns in one run, and medians are compared. Exit code 1 if a
-goal is missed.
+The rival does the same over a bare TCP socket of trio, with the same socket options, with reads and writes of the same
+size, out of and into buffers as large: no encryption, no streams, no credit. Both take turns in one run, and medians
+are compared. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -424,7 +424,8 @@ def measure(size: int, repetitions: int, pings: int, connects: int) -> list[dict
         for _ in range(repetitions):
             for side in sides:
                 side.measure(size, pings, connects)
-        growth = ours.growth(size)
+        sides.append(Side.start("ours"))  # which has no memory yet that earlier transfers left to it
+        growth = sides[-1].growth(size)
     finally:
         for side in sides:
             side.close()
