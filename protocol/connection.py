@@ -410,7 +410,7 @@ class Connection:
 
 
 def _window(limits: Limits) -> int:
-    """The largest window. The cap on what arrives starts to work when it is used up, so no more than a second's worth."""
+    """The largest window. A cap on what arrives starts to work when that is used up, so it is a second's worth."""
     if limits.max_download is None:
         return limits.window
     return min(limits.window, max(FIRST_WINDOW, int(limits.max_download)))

@@ -136,7 +136,7 @@ class PacedStream(ByteStream, Protocol):
         """What is known about the path; None where the system does not tell."""
 
     def pace(self, rate: float, unsent: int) -> None:
-        """Send at most `rate` bytes per second (infinity for no limit), and hold about `unsent` bytes that wait for it."""
+        """Send at most `rate` bytes per second (infinity for no limit); about `unsent` bytes may wait for it."""
 
 
 class Listener(Protocol):

@@ -3,8 +3,8 @@
     sudo python scripts/bench/link.py --quick --json
 
 The line has 100 Mbit/s, a round trip of 50 ms and a queue of 200 ms. A transfer has to fill it while the round trip of
-a request, made every 50 ms, stays close to the line's own. Exit code 1 if a goal is missed, 0 and a message if there can
-be no network namespaces.
+a request, made every 50 ms, stays close to the line's own. Exit code 1 if a goal is missed; 0 if
+there can be no network namespaces, which it says.
 """
 
 from __future__ import annotations
