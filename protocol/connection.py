@@ -22,21 +22,8 @@ from protocol.errors import (
     ShoalError,
 )
 from protocol.frames import MAX_RECORD
-from protocol.mux import (
-    FIRST_WINDOW,
-    Event,
-    Goodbye,
-    Mux,
-    MuxLimits,
-    MuxStream,
-    Opened,
-    Placed,
-    Pong,
-    Readable,
-    Reset,
-    Retired,
-    Stopped,
-)
+from protocol.mux import FIRST_WINDOW, Mux, MuxLimits
+from protocol.mux_stream import Event, Goodbye, MuxStream, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
 from protocol.pacing import Pacer
 from protocol.rate import TokenBucket
 from protocol.stream import Stream

@@ -13,7 +13,8 @@ import trio
 from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
-from protocol.mux import INITIAL_WINDOW, Mux, MuxStream, Reset
+from protocol.mux import Mux
+from protocol.mux_stream import INITIAL_WINDOW, MuxStream, Reset
 from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
 _T = TypeVar("_T")

@@ -89,7 +89,10 @@ def forget_peak() -> None:
 
 def some_bytes() -> bytearray:
     """A chunk. Zeros would be one page, mapped many times, and always in the cache."""
-    return bytearray(random.Random(1).randbytes(CHUNK))
+    chunk, source = bytearray(CHUNK), random.Random(1)
+    for start in range(0, CHUNK, 1 << 12):  # in small pieces: no memory is left over that would hide growth
+        chunk[start : start + (1 << 12)] = source.randbytes(1 << 12)
+    return chunk
 
 
 def set_options_for_bulk(sock: trio.socket.SocketType) -> None:

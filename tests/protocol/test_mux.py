@@ -12,19 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from protocol import frames, mux
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import MAX_RECORD, Kind, pack
-from protocol.mux import (
-    INITIAL_WINDOW,
-    Goodbye,
-    Mux,
-    MuxLimits,
-    Opened,
-    Placed,
-    Pong,
-    Readable,
-    Reset,
-    Retired,
-    Stopped,
-)
+from protocol.mux import Mux, MuxLimits
+from protocol.mux_stream import INITIAL_WINDOW, Goodbye, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
 
 LARGE = 1 << 30
 LIMITS = MuxLimits(max_streams=4, window=200_000, max_buffered=300_000)
