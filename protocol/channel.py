@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+from collections.abc import Callable
 
 import attrs
 import trio
@@ -17,7 +18,7 @@ from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
 from protocol.noise import KEY_SIZE, Handshake
 from protocol.records import RecordReader, RecordWriter
-from protocol.transport import Address, Buffer, ByteStream
+from protocol.transport import Address, Buffer, ByteStream, PacedStream, LineState
 
 VERSION = 1
 HANDSHAKE_TIMEOUT = 10.0
@@ -106,6 +107,7 @@ class SecureChannel:
         self.rtt = rtt
         """Seconds from our first message to the answer, which the other side had to compute."""
         self._stream = stream
+        self._paced = stream if isinstance(stream, PacedStream) else None
         sending, receiving = session.split()
         self._writer = RecordWriter(sending)
         self._reader = RecordReader(receiving)
@@ -146,17 +148,49 @@ class SecureChannel:
         # Before a record is taken, so that none is lost. No full checkpoint: rescheduling for every small record costs
         # more than decrypting it, and the reader's buffer bounds how many there can be in a row.
         await trio.lowlevel.checkpoint_if_cancelled()
+        while (record := self.take()) is None:
+            await self.fill()
+        return bytes(record)
+
+    def take(self, place: Callable[[int], memoryview | None] | None = None) -> bytes | memoryview | None:
+        """The plaintext of the next record if it has arrived, else None: `fill` gets more.
+
+        Args:
+            place: See `RecordReader.next_record`.
+
+        Raises:
+            ProtocolError: as `receive`.
+        """
         try:
-            while (record := self._reader.next_record()) is None:
-                count = await self._stream.receive_into(self._reader.space())
-                if count == 0:
-                    where = " in the middle of a record" if self._reader.pending else ""
-                    raise PeerGone(f"{self._name} closed the connection{where}")
-                self.bytes_received += count
-                self._reader.received(count)
-            return record
+            return self._reader.next_record(place)
         except ProtocolError as error:
             raise ProtocolError(f"from {self._name}: {error}") from error
+
+    async def fill(self) -> None:
+        """Wait for more bytes to arrive. Only when `take` has returned None.
+
+        Raises:
+            PeerGone: as `receive`.
+        """
+        count = await self._stream.receive_into(self._reader.space())
+        if count == 0:
+            where = " in the middle of a record" if self._reader.pending else ""
+            raise PeerGone(f"{self._name} closed the connection{where}")
+        self.bytes_received += count
+        self._reader.received(count)
+
+    def measure(self) -> LineState | None:
+        """See `PacedStream.measure`."""
+        return None if self._paced is None else self._paced.measure()
+
+    def pace(self, rate: float, unsent: int) -> None:
+        """See `PacedStream.pace`."""
+        if self._paced is not None:
+            self._paced.pace(rate, unsent)
+
+    def release(self) -> None:
+        """Give back memory that is kept for large writes: none is expected soon."""
+        self._writer.release()
 
     async def aclose(self) -> None:
         """Close the connection. May be called again."""

@@ -22,31 +22,23 @@ from protocol.errors import (
     ShoalError,
 )
 from protocol.frames import MAX_RECORD
-from protocol.mux import (
-    Event,
-    Goodbye,
-    Mux,
-    MuxLimits,
-    MuxStream,
-    Opened,
-    Pong,
-    Readable,
-    Reset,
-    Retired,
-    Stopped,
-)
+from protocol.mux import FIRST_WINDOW, Mux, MuxLimits
+from protocol.mux_stream import Event, Goodbye, MuxStream, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
+from protocol.pacing import Pacer
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
 
 _SMALLEST_WRITE = MAX_RECORD
-_LARGEST_WRITE = 16 * MAX_RECORD
+LARGEST_WRITE = 32 * MAX_RECORD
+"""Bytes of plaintext in one write, at most."""
 # One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
 # halve the cost per byte, which only matters on links that take them in no time.
 _WRITE_SECONDS = (0.01, 0.05)
 _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so long is of no use
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
+_WORK_AT_ONCE = 256
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -60,8 +52,8 @@ class Limits:
     """Incoming connections that have not yet proved who they are; a further one replaces the oldest."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
-    window: int = attrs.field(default=1 << 20, validator=ge(1 << 16))
-    """Bytes of one bulk stream that may be on their way or unread."""
+    window: int = attrs.field(default=1 << 23, validator=ge(1 << 16))
+    """Bytes of one bulk stream that may be on their way or unread, at most: what a gigabit takes 60 ms for."""
     max_buffered: int = attrs.field(default=1 << 26, validator=ge(0))
     """Bytes that the windows of a connection's bulk streams add up to."""
     max_upload: float | None = attrs.field(default=None, validator=optional(gt(0)))
@@ -127,7 +119,7 @@ class Connection:
         self._granting = trio.lowlevel.ParkingLot()
         self.mux = Mux(
             initiator=initiator,
-            limits=MuxLimits(limits.max_streams, limits.window, limits.max_buffered),
+            limits=MuxLimits(limits.max_streams, _window(limits), limits.max_buffered),
         )
         self._streams: dict[int, Stream] = {}
         self._serving = 0
@@ -138,7 +130,9 @@ class Connection:
         self._nursery: trio.Nursery | None = None
         self._pings = 0
         self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
+        self._pacer = Pacer()
         self._heard_at = trio.current_time()
+        self._write_began = math.inf  # when what is being written now was handed over
         self._retired_at = math.inf
 
     @property
@@ -254,30 +248,40 @@ class Connection:
 
     async def _read(self) -> None:
         patience = TokenBucket(_WORK_PER_SECOND)
+        work = 0
         try:
             while self.failure is None:
-                record = await self.channel.receive()
-                self._heard_at = now = trio.current_time()
-                work = self.mux.work
-                for event in self.mux.receive(record):
-                    self._dispatch(event)
-                self._end_if_done()
-                if self.mux.urgent or self.mux.bulk_waiting:
-                    self.kick()
-                # Whoever floods us waits, so that others get their turn.
-                patience.spend(self.mux.work - work, now)
-                if delay := patience.delay(now):
-                    await trio.sleep(delay)
+                await self.channel.fill()
+                self._heard_at = trio.current_time()
+                while self.failure is None and (record := self.channel.take(self.mux.place)) is not None:
+                    for event in self.mux.receive(record):
+                        self._dispatch(event)
+                    if self.mux.work - work >= _WORK_AT_ONCE:
+                        work = await self._rest(patience, work)
+                work = await self._rest(patience, work)
         except PeerGone as error:
             self._end(error)
         except ProtocolError as error:
             self.fail(error)
+
+    async def _rest(self, patience: TokenBucket, work: int) -> int:
+        """After some records: whoever floods us waits, so that others get their turn."""
+        self._end_if_done()
+        if self.mux.urgent or self.mux.bulk_waiting:
+            self.kick()
+        now = trio.current_time()
+        patience.spend(self.mux.work - work, now)
+        if delay := patience.delay(now):
+            await trio.sleep(delay)
+        return self.mux.work
 
     def _dispatch(self, event: Event) -> None:
         match event:
             case Readable(raw) | Stopped(raw):
                 if (stream := self._streams.get(raw.id)) is not None:
                     stream.wake()
+            case Placed(raw, count):
+                self.grant(raw, count)
             case Opened(raw):
                 self._accept(raw)
             case Reset(raw):
@@ -311,7 +315,7 @@ class Connection:
             self._serving -= 1
 
     async def _write(self) -> None:
-        budget = _LARGEST_WRITE // 4
+        budget = LARGEST_WRITE // 8
         try:
             with self._writing:
                 while await self._until_writable():
@@ -322,16 +326,28 @@ class Connection:
                         self._upload.spend(batch.bulk, started)
                     for raw in batch.progressed:
                         if (stream := self._streams.get(raw.id)) is not None:
-                            stream.wake()
+                            stream.on_progress()
                     if batch.records:
-                        with trio.fail_after(_WRITE_TIMEOUT):
-                            await self.channel.send(*batch.records)
-                    budget = _adapted(budget, trio.current_time() - started)
+                        self._write_began = started
+                        await self.channel.send(*batch.records)
+                        self._write_began = math.inf
+                    budget = self._next_budget(budget, trio.current_time() - started)
                     self._end_if_done()
         except PeerGone as error:
             self._end(error)
-        except trio.TooSlowError:
-            self._end(PeerGone(f"{self.peer.short} took no data for {_WRITE_TIMEOUT:g} s"))
+
+    def _next_budget(self, budget: int, seconds: float) -> int:
+        """The size of the next write, after one that took so long. From time to time, decides the rate too."""
+        pacer, now = self._pacer, trio.current_time()
+        if not self.mux.bulk_waiting:
+            pacer.pause()
+        if pacer.due(now) and (path := self.channel.measure()) is not None:
+            pacer.update(now, path)
+            self.channel.pace(pacer.rate, pacer.unsent)
+        if pacer.burst:
+            whole = pacer.burst // MAX_RECORD * MAX_RECORD
+            return min(whole or pacer.burst, LARGEST_WRITE)
+        return _adapted(budget, seconds)
 
     async def _until_writable(self) -> bool:
         """Waits until there is something to write; False when there will be nothing any more."""
@@ -345,6 +361,7 @@ class Connection:
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
+                self._pacer.pause()
                 await self._wake.park()
         return False
 
@@ -370,6 +387,11 @@ class Connection:
             if now >= self._heard_at + limits.dead_after:
                 self._end(PeerGone(f"{self.peer.short} has been silent for {limits.dead_after:g} s"))
                 return
+            if now >= self._write_began + _WRITE_TIMEOUT:
+                self._end(PeerGone(f"{self.peer.short} took no data for {_WRITE_TIMEOUT:g} s"))
+                return
+            if not self.mux.bulk_waiting:
+                self.channel.release()
             if now - self._retired_at > _RETIRED_IDLE and self.mux.idle and not self._streams:
                 self.close("not needed")
                 return
@@ -393,11 +415,18 @@ class Connection:
             self.close("replaced by another connection")
 
 
+def _window(limits: Limits) -> int:
+    """The largest window. A cap on what arrives starts to work when that is used up, so it is a second's worth."""
+    if limits.max_download is None:
+        return limits.window
+    return min(limits.window, max(FIRST_WINDOW, int(limits.max_download)))
+
+
 def _adapted(budget: int, seconds: float) -> int:
     """The size of the next write, after one that took so long."""
     quick, slow = _WRITE_SECONDS
     if seconds < quick:
-        return min(2 * budget, _LARGEST_WRITE)
+        return min(2 * budget, LARGEST_WRITE)
     if seconds > slow:
         return max(budget // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST_WRITE)
     return budget

@@ -7,8 +7,8 @@ Rules that everything here rests on:
    together with a header.
 2. Data needs credit. Each direction of a stream starts with `INITIAL_WINDOW` bytes; the receiver grants more when its
    reader has taken bytes out, in steps of half a window. Bulk streams get a larger window, once somebody reads raw
-   bytes from them, out of a budget that bounds all of the connection's buffers together. Nothing else needs credit,
-   and everything else is bounded in number.
+   bytes from them, out of a budget that bounds all of the connection's buffers together; it grows for as long as the
+   reader has to wait for data. Nothing else needs credit, and everything else is bounded in number.
 3. What is sent next: urgent frames in order (opening, credit, resets, pings), then control streams, then bulk streams,
    each kind in turns. Data of one stream stays in order and its end follows it.
 4. Frames for a stream that is gone are ignored: they crossed our own reset. Frames for one that never was are an error.
@@ -20,7 +20,6 @@ The other side is not trusted: whatever it sends ends in events or in `ProtocolE
 from __future__ import annotations
 
 from collections import deque
-from typing import TypeAlias
 
 import attrs
 
@@ -41,9 +40,22 @@ from protocol.frames import (
     unpack_reset,
     unpack_text,
 )
+from protocol.mux_stream import (
+    INITIAL_WINDOW,
+    Event,
+    Goodbye,
+    MuxStream,
+    Opened,
+    Placed,
+    Pong,
+    Readable,
+    Reset,
+    Retired,
+    Stopped,
+)
 
-INITIAL_WINDOW = 1 << 16
-"""Bytes that each side may send on a stream before the first grant."""
+FIRST_WINDOW = 1 << 20
+"""Bytes that a bulk stream's window has at least, once somebody reads raw bytes from it, if the budget allows."""
 
 _INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
 _TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
@@ -57,131 +69,10 @@ class MuxLimits:
 
     max_streams: int = 128
     """Streams that the other side may have open."""
-    window: int = 1 << 20
-    """Bytes of a bulk stream that may be on their way or unread."""
+    window: int = 1 << 23
+    """Bytes of a bulk stream that may be on their way or unread, at most."""
     max_buffered: int = 1 << 26
     """Bytes that the windows of all bulk streams add up to at most, beyond their initial ones."""
-
-
-class MuxStream:
-    """One stream's state. Its methods are the mux's; others read the properties."""
-
-    __slots__ = (
-        "_allowance",
-        "_chunks",
-        "_credit",
-        "_discard",
-        "_extra",
-        "_fin",
-        "_fin_sent",
-        "_out",
-        "_owed",
-        "_peer_fin",
-        "_scheduled",
-        "available",
-        "bulk",
-        "id",
-        "lost",
-        "pending",
-        "stopped",
-    )
-
-    def __init__(self, stream_id: int, *, bulk: bool) -> None:
-        self.id = stream_id
-        self.bulk = bulk
-        self.pending = 0  # bytes written that no record has taken yet
-        self.available = 0  # bytes received that nobody has read yet
-        self.lost = False  # written data was dropped
-        self.stopped = False  # the other side wants no more data
-        self._out: deque[memoryview] = deque()
-        self._credit = INITIAL_WINDOW  # what we may still send
-        self._fin = False
-        self._fin_sent = False
-        self._scheduled = False
-        self._chunks: deque[Buffer] = deque()
-        self._allowance = INITIAL_WINDOW  # what they may still send
-        self._extra = 0  # by how much our window is larger than the initial one
-        self._owed = 0  # what we may grant them
-        self._peer_fin = False
-        self._discard = False
-
-    @property
-    def at_end(self) -> bool:
-        """The other side finished, and everything that it sent has been read."""
-        return self._peer_fin and not self.available
-
-    @property
-    def finished(self) -> bool:
-        """`Mux.finish` was called: no more data may be written."""
-        return self._fin
-
-    @property
-    def starved(self) -> bool:
-        """There is data to send, and the other side lets us send none."""
-        return bool(self._out) and self._credit <= 0
-
-    @property
-    def window(self) -> int:
-        """Bytes that the other side may send before somebody reads."""
-        return INITIAL_WINDOW + self._extra
-
-    @property
-    def _sendable(self) -> bool:
-        if self._out:
-            return self._credit > 0
-        return self._fin and not self._fin_sent
-
-
-@attrs.frozen
-class Opened:
-    """The other side opened a stream."""
-
-    stream: MuxStream
-
-
-@attrs.frozen
-class Readable:
-    """Data, or the end of it, arrived."""
-
-    stream: MuxStream
-
-
-@attrs.frozen
-class Stopped:
-    """The other side wants no more data on this stream: what was written and not sent is gone."""
-
-    stream: MuxStream
-
-
-@attrs.frozen
-class Reset:
-    """The other side gave up the stream. An empty code says no more than that."""
-
-    stream: MuxStream
-    code: str
-    text: str
-
-
-@attrs.frozen
-class Pong:
-    """The answer to a ping."""
-
-    token: bytes
-
-
-@attrs.frozen
-class Retired:
-    """The other side opens no more streams on this connection."""
-
-
-@attrs.frozen
-class Goodbye:
-    """The other side ends the connection, for this reason."""
-
-    reason: str
-
-
-Event: TypeAlias = Opened | Readable | Stopped | Reset | Pong | Retired | Goodbye
 
 
 @attrs.frozen
@@ -218,6 +109,7 @@ class Mux:
         self._bulk: deque[MuxStream] = deque()
         self._body: tuple[MuxStream | None, bool] = (None, False)  # whose body comes next, and does it end the data
         self._body_left = 0
+        self._place: memoryview | None = None  # what `place` returned last, until its record has come
         self._farewell: bytes | None = None
         self.work = 0  # frames and small records received: what they cost hardly depends on their length
         self.closed = False  # our goodbye is among the records taken
@@ -345,9 +237,7 @@ class Mux:
         """
         self.demote(stream)
         if not stream._extra and not stream._peer_fin and stream.id in self._streams:
-            stream._extra = max(0, min(self._limits.window - INITIAL_WINDOW, self._extra_left))
-            self._extra_left -= stream._extra
-            stream._owed += stream._extra
+            self._widen_by(stream, FIRST_WINDOW - INITIAL_WINDOW)
             if stream._extra:
                 self._credits[stream.id] = stream
 
@@ -355,6 +245,8 @@ class Mux:
         """Lets the other side send `count` more bytes: as many as were read, now or later."""
         stream._owed += count
         if stream._owed * 2 >= stream.window and not stream._peer_fin and stream.id in self._streams:
+            if stream._extra and not stream.available:  # the reader waits for the sender, perhaps the sender for us
+                self._widen_by(stream, stream.window)
             self._credits[stream.id] = stream
 
     def take(self, budget: int, bulk: int) -> Batch:
@@ -381,8 +273,23 @@ class Mux:
 
     # What the other side does.
 
-    def receive(self, record: bytes) -> list[Event]:
+    def place(self, size: int) -> memoryview | None:
+        """Where the next record, of so many bytes, may be written before it is given to `receive`."""
+        if not self._body_left:
+            return None
+        stream, _ = self._body
+        if stream is None or stream.id not in self._streams or stream.wanted is None:
+            return None
+        if stream.available or not 0 < size <= len(stream.wanted):
+            return None
+        self._place = stream.wanted[:size]
+        return self._place
+
+    def receive(self, record: bytes | memoryview) -> list[Event]:
         """Takes in one record.
+
+        Args:
+            record: What the other side sent; in the buffer that `place` gave for it, if it gave one.
 
         Raises:
             ProtocolError: If it breaks the rules. The connection is then of no more use.
@@ -465,26 +372,41 @@ class Mux:
         stream = self._streams[stream_id] = MuxStream(stream_id, bulk=bool(flags & BULK))
         events.append(Opened(stream))
 
-    def _receive_body(self, record: bytes, events: list[Event]) -> None:
+    def _receive_body(self, record: bytes | memoryview, events: list[Event]) -> None:
+        placed, self._place = record is self._place, None
         if len(record) > self._body_left:
             raise ProtocolError("more data than was announced")
         self._body_left -= len(record)
         stream, fin = self._body
         if stream is not None and stream.id in self._streams:  # else it was reset since
-            self._receive_data(stream, record, fin and not self._body_left, events)
+            self._receive_data(stream, record, fin and not self._body_left, events, placed=placed)
 
-    def _receive_data(self, stream: MuxStream, data: Buffer, fin: bool, events: list[Event]) -> None:
+    def _receive_data(
+        self, stream: MuxStream, data: Buffer, fin: bool, events: list[Event], *, placed: bool = False
+    ) -> None:
         stream._allowance -= len(data)
         if stream._allowance < 0:
             raise ProtocolError("more data than credit was given for")
         if stream._peer_fin:
             raise ProtocolError("data after the end of a stream")
-        if data and not stream._discard:
+        if placed:
+            self._keep_place(stream, len(data), events)
+        elif data and not stream._discard:
             _store(stream, data)
         if fin:
             stream._peer_fin = True
             self._remove_if_done(stream)
-        events.append(Readable(stream))
+        if fin or not placed or not stream.wanted:
+            events.append(Readable(stream))
+
+    def _keep_place(self, stream: MuxStream, count: int, events: list[Event]) -> None:
+        if stream.wanted is None:
+            raise RuntimeError("a buffer was withdrawn while a record was written to it")
+        stream.wanted = stream.wanted[count:]
+        stream._placed += count
+        if not stream.wanted or stream._placed * 4 >= stream.window:
+            events.append(Placed(stream, stream._placed))
+            stream._placed = 0
 
     def _known(self, stream_id: int) -> MuxStream | None:
         stream = self._streams.get(stream_id)
@@ -498,6 +420,12 @@ class Mux:
     def _count(self, stream_id: int) -> int:
         """The streams that are open and were opened by the side that opened this one."""
         return sum(1 for other in self._streams if other % 2 == stream_id % 2)
+
+    def _widen_by(self, stream: MuxStream, count: int) -> None:
+        more = max(0, min(count, self._limits.window - stream.window, self._extra_left))
+        self._extra_left -= more
+        stream._extra += more
+        stream._owed += more
 
     def _remove(self, stream: MuxStream) -> None:
         del self._streams[stream.id]
@@ -545,7 +473,8 @@ class Mux:
             stream._scheduled = False
             if not stream._sendable or stream.id not in self._streams:
                 continue
-            taken += self._take_turn(stream, records, budget - taken)
+            room = budget - taken
+            taken += self._take_turn(stream, records, min(room, _TURN) if queue else room)
             progressed[stream.id] = stream
             self._schedule(stream)
         return taken
@@ -554,7 +483,7 @@ class Mux:
         piece = memoryview(b"")
         if stream._out:
             head = stream._out[0]
-            count = min(len(head), stream._credit, room, _TURN)
+            count = min(len(head), stream._credit, room)
             piece = head[:count]
             if count == len(head):
                 stream._out.popleft()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -20,7 +21,9 @@ TAG_SIZE = 16
 MAX_MESSAGE = 65_535
 
 _MAX_NONCE = 2**64 - 1
-_CAN_ENCRYPT_INTO = hasattr(AESGCM, "encrypt_into")  # cryptography >= 47
+_INTO = hasattr(AESGCM, "encrypt_into") and hasattr(AESGCM, "decrypt_into")  # cryptography >= 47
+
+_FORGED = "bytes arrived that the peer did not encrypt for us"
 
 # Section 7.5 and 9.4. The initiator sends the first and the third message.
 _XX = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
@@ -47,7 +50,7 @@ class CipherState:
 
     def encrypt_into(self, plaintext: bytes | bytearray | memoryview, buffer: memoryview) -> None:
         """As `encrypt`, into a buffer of just the ciphertext's length."""
-        if _CAN_ENCRYPT_INTO:
+        if _INTO:
             self._aead.encrypt_into(self._nonce_bytes(), plaintext, None, buffer)
         else:
             buffer[:] = self._aead.encrypt(self._nonce_bytes(), plaintext, None)
@@ -63,9 +66,20 @@ class CipherState:
         try:
             plaintext = self._aead.decrypt(self._nonce_bytes(), ciphertext, associated_data)
         except InvalidTag:
-            raise ProtocolError("bytes arrived that the peer did not encrypt for us") from None
+            raise ProtocolError(_FORGED) from None
         self._nonce += 1
         return plaintext
+
+    def decrypt_into(self, ciphertext: bytes | bytearray | memoryview, buffer: memoryview) -> None:
+        """As `decrypt`, into a buffer of just the plaintext's length. What it holds after an error is undefined."""
+        if not _INTO:
+            buffer[:] = self.decrypt(ciphertext)
+            return
+        try:
+            self._aead.decrypt_into(self._nonce_bytes(), ciphertext, None, buffer)
+        except InvalidTag:
+            raise ProtocolError(_FORGED) from None
+        self._nonce += 1
 
     def rekey(self) -> None:
         """Replace the key by one that follows from it, and go on counting (section 4.2)."""
@@ -78,8 +92,7 @@ class CipherState:
         return _nonce_bytes(self._nonce)
 
 
-def _nonce_bytes(number: int) -> bytes:
-    return b"\0\0\0\0" + number.to_bytes(8, "big")  # section 12.4
+_nonce_bytes = struct.Struct(">4xQ").pack  # section 12.4
 
 
 def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:

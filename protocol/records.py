@@ -8,6 +8,9 @@ limit for AES-GCM (RFC 8446 section 5.5). No input, output, clock or randomness 
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+
 from protocol.errors import ProtocolError
 from protocol.noise import MAX_MESSAGE, TAG_SIZE, CipherState
 
@@ -17,10 +20,12 @@ MAX_PLAINTEXT = MAX_MESSAGE - TAG_SIZE
 REKEY_INTERVAL = 2**20
 """Records of one direction under one key."""
 
-READ_SIZE = 256 * 1024
+READ_SIZE = 512 * 1024
 """Bytes that `RecordReader.space` offers at least."""
 
-_HEADER = 2
+_LENGTH = struct.Struct(">H")
+_HEADER = _LENGTH.size
+_KEPT = 1 << 16  # records that together are longer go into a buffer that is kept for the next ones
 
 
 class RecordWriter:
@@ -33,12 +38,13 @@ class RecordWriter:
     def __init__(self, cipher: CipherState) -> None:
         self._cipher = cipher
         self._count = 0
+        self._kept = bytearray()
 
-    def seal(self, *plaintexts: bytes | bytearray | memoryview) -> bytearray:
-        """One record for each plaintext (any of which may be empty), one after the other in one new buffer.
+    def seal(self, *plaintexts: bytes | bytearray | memoryview) -> memoryview:
+        """One record for each plaintext (any of which may be empty), one after the other in one buffer.
 
         Plaintexts are flat buffers of bytes, at most `MAX_PLAINTEXT` long. The records must reach the reader
-        completely and in order.
+        completely and in order. The buffer is only valid until the next call.
 
         Raises:
             ValueError: a plaintext is too long; nothing was sealed.
@@ -46,18 +52,28 @@ class RecordWriter:
         sizes = [len(plaintext) + TAG_SIZE for plaintext in plaintexts]
         if max(sizes, default=0) > MAX_MESSAGE:
             raise ValueError(f"a record carries at most {MAX_PLAINTEXT} bytes, not {max(sizes) - TAG_SIZE}")
-        sealed = bytearray(sum(sizes) + _HEADER * len(sizes))
-        view = memoryview(sealed)
+        view = self._buffer(sum(sizes) + _HEADER * len(sizes))
         start = 0
         for plaintext, size in zip(plaintexts, sizes, strict=True):
             body = start + _HEADER
-            view[start:body] = size.to_bytes(_HEADER, "big")
+            _LENGTH.pack_into(view, start, size)
             self._cipher.encrypt_into(plaintext, view[body : body + size])
             start = body + size
             self._count += 1
             if self._count % REKEY_INTERVAL == 0:
                 self._cipher.rekey()
-        return sealed
+        return view
+
+    def release(self) -> None:
+        """Gives back the memory that is kept for large writes: none is expected soon."""
+        self._kept = bytearray()
+
+    def _buffer(self, size: int) -> memoryview:
+        if size <= _KEPT:
+            return memoryview(bytearray(size))
+        if len(self._kept) < size:
+            self._kept = bytearray(size)
+        return memoryview(self._kept)[:size]
 
 
 class RecordReader:
@@ -89,8 +105,12 @@ class RecordReader:
         """Say that the first `count` bytes of the last `space()` have been filled."""
         self._end += count
 
-    def next_record(self) -> bytes | None:
+    def next_record(self, place: Callable[[int], memoryview | None] | None = None) -> bytes | memoryview | None:
         """The next plaintext, or None if its record has not arrived completely.
+
+        Args:
+            place: Told the plaintext's length, it may give a buffer of that length, into which it is decrypted and
+                which is then returned.
 
         Raises:
             ProtocolError: what arrived is not the record that the other side sealed next. All later calls raise too.
@@ -100,11 +120,18 @@ class RecordReader:
         body = self._start + _HEADER
         if self._end < body:
             return None
-        size = int.from_bytes(self._buffer[self._start : body], "big")
+        (size,) = _LENGTH.unpack_from(self._buffer, self._start)
         if self._end < body + size and size >= TAG_SIZE:
             return None
+        ciphertext = self._buffer[body : body + size]
+        target = place(size - TAG_SIZE) if place is not None and size >= TAG_SIZE else None
+        plaintext: bytes | memoryview
         try:
-            plaintext = self._cipher.decrypt(self._buffer[body : body + size])
+            if target is None:
+                plaintext = self._cipher.decrypt(ciphertext)
+            else:
+                self._cipher.decrypt_into(ciphertext, target)
+                plaintext = target
         except ProtocolError:
             self._broken = True
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -13,7 +13,8 @@ import trio
 from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
-from protocol.mux import INITIAL_WINDOW, Mux, MuxStream, Reset
+from protocol.mux import Mux
+from protocol.mux_stream import INITIAL_WINDOW, MuxStream, Reset
 from protocol.transport import Path
 from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
@@ -69,6 +70,7 @@ class Stream:
         self._reset: Reset | None = None
         self._closed = False
         self._busy: set[str] = set()
+        self._patient_until = 0  # the sender waits for no more than this to be pending
         # A message being received: kept here so that a cancelled receive loses nothing.
         self._partial = bytearray()
         self._size: int | None = None  # once its length has arrived
@@ -167,16 +169,17 @@ class Stream:
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
-            view = view.cast("B")
-            filled = 0
             self._mux.widen(self.raw)
             self._connection.kick()
+            raw = self.raw
+            raw.wanted = view.cast("B")
             try:
-                while filled < len(view):
-                    await self._until_readable(started=filled > 0)
-                    filled += self._take(view[filled:])
+                while raw.wanted:
+                    await self._until_readable(lambda: len(raw.wanted or b"") < view.nbytes)
+                    raw.wanted = raw.wanted[self._take(raw.wanted) :]
             finally:
-                if 0 < filled < len(view):
+                missing, raw.wanted = len(raw.wanted or b""), None
+                if 0 < missing < view.nbytes:
                     self.reset()
 
     async def receive_some(self, buffer: Buffer) -> int:
@@ -191,7 +194,7 @@ class Stream:
             self._mux.widen(self.raw)
             self._connection.kick()
             try:
-                await self._until_readable(started=False)
+                await self._until_readable(lambda: False)
             except StreamEnded:
                 return 0
             return self._take(view)
@@ -234,11 +237,16 @@ class Stream:
         self._readable.unpark_all()
         self._writable.unpark_all()
 
+    def on_progress(self) -> None:
+        """Some of what was written has been taken."""
+        if self.raw.pending <= self._patient_until:
+            self._writable.unpark_all()
+
     async def _receive_message(self) -> bytearray:
         while True:
             wanted = U32.size if self._size is None else self._size
             while len(self._partial) < wanted:
-                await self._until_readable(started=self._size is not None or len(self._partial) > 0)
+                await self._until_readable(lambda: self._size is not None or len(self._partial) > 0)
                 # It grows by what has arrived: announcing a long message costs the other side nothing.
                 piece = bytearray(min(wanted - len(self._partial), self.raw.available))
                 self._take(memoryview(piece))
@@ -258,16 +266,16 @@ class Stream:
         self._connection.grant(self.raw, count)
         return count
 
-    async def _until_readable(self, *, started: bool) -> None:
+    async def _until_readable(self, started: Callable[[], bool]) -> None:
         """Waits for at least one byte of what has been `started`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             if self._reset is not None:
                 raise self._reset_error()
-            if self.raw.available:
+            if self.raw.available or (self.raw.wanted is not None and not self.raw.wanted):
                 return
             if self.raw.at_end:
-                if started:
+                if started():
                     self._violation("the stream ended too early")
                 raise StreamEnded(f"{self.peer.short} finished the stream")
             self._connection.check()
@@ -275,6 +283,7 @@ class Stream:
 
     async def _until_pending(self, most: int) -> None:
         """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
+        self._patient_until = most
         while self.raw.pending > most:
             before = self.raw.pending
             with trio.move_on_after(_STALL) as patience:

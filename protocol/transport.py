@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import attrs
 
@@ -118,6 +118,28 @@ class ByteStream(Protocol):
 
     async def aclose(self) -> None:
         """Close the connection; what was sent still arrives. Does not block, may be called again."""
+
+
+@attrs.frozen
+class LineState:
+    """What a connection's end knows about the way to the other."""
+
+    rtt: float
+    """Smoothed round-trip time in seconds."""
+
+    acked: int
+    """Bytes that have arrived there, since the connection began."""
+
+
+@runtime_checkable
+class PacedStream(ByteStream, Protocol):
+    """A byte stream that can send at a given rate."""
+
+    def measure(self) -> LineState | None:
+        """What is known about the path; None where the system does not tell."""
+
+    def pace(self, rate: float, unsent: int) -> None:
+        """Send at most `rate` bytes per second (infinity for no limit); about `unsent` bytes may wait for it."""
 
 
 class Listener(Protocol):

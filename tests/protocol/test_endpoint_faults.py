@@ -23,7 +23,7 @@ from protocol.errors import (
 )
 from protocol.frames import Kind, pack
 from protocol.identity import Identity
-from protocol.mux import MuxStream
+from protocol.mux_stream import MuxStream
 from protocol.stream import Stream
 from protocol.tcp import TcpTransport
 from protocol.transport import Address

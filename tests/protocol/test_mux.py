@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from protocol import frames, mux
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import MAX_RECORD, Kind, pack
-from protocol.mux import INITIAL_WINDOW, Goodbye, Mux, MuxLimits, Opened, Pong, Readable, Reset, Retired, Stopped
+from protocol.mux import Mux, MuxLimits
+from protocol.mux_stream import INITIAL_WINDOW, Goodbye, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
 
 LARGE = 1 << 30
 LIMITS = MuxLimits(max_streams=4, window=200_000, max_buffered=300_000)
@@ -474,3 +475,86 @@ class Conversation(RuleBasedStateMachine):
 
 Conversation.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestConversation = Conversation.TestCase
+
+
+def opened_for_bytes(a, b, size):
+    """A bulk stream, and the buffer that its reader waits with."""
+    ours, theirs = opened(a, b, bulk=True)
+    transfer(b, a)
+    buffer = bytearray(size)
+    theirs.wanted = memoryview(buffer)
+    return ours, theirs, buffer
+
+
+def place(source, target):
+    """As `transfer`, writing records where the target wants them, as a channel does."""
+    events, placed = [], 0
+    for record in source.take(LARGE, LARGE).records:
+        where = target.place(len(record))
+        if where is not None:
+            where[:] = record
+            placed += 1
+        events += target.receive(bytes(record) if where is None else where)
+    return events, placed
+
+
+def test_raw_bytes_are_placed_where_they_are_wanted():
+    a, b = pair()
+    data = bytes(range(256)) * 600
+    ours, theirs, buffer = opened_for_bytes(a, b, len(data))
+    a.write(ours, data)
+    events, placed = place(a, b)
+    assert placed == 3
+    assert buffer == data
+    assert theirs.available == 0
+    assert sum(event.count for event in events if isinstance(event, Placed)) == len(data)
+    assert events[-1] == Readable(theirs)
+    assert len(theirs.wanted) == 0
+
+
+def test_what_does_not_fit_is_kept_and_nothing_passes_it():
+    a, b = pair()
+    data = bytes(range(256)) * 600
+    ours, theirs, buffer = opened_for_bytes(a, b, MAX_RECORD + 100)
+    a.write(ours, data)
+    _, placed = place(a, b)
+    assert placed == 1
+    assert len(theirs.wanted) == 100
+    assert theirs.available == len(data) - MAX_RECORD
+    assert b.read_into(theirs, theirs.wanted) == 100
+    assert buffer == data[: len(buffer)]
+    assert read(b, theirs) == data[len(buffer) :]
+
+
+def test_frames_and_bytes_for_a_stream_that_is_gone_are_not_placed():
+    a, b = pair()
+    ours, theirs, buffer = opened_for_bytes(a, b, 100_000)
+    assert b.place(14) is None
+    a.write(ours, bytes([1]) * 100_000)
+    b.reset(theirs)
+    events, placed = place(a, b)
+    assert (events, placed) == ([], 0)
+    assert not any(buffer)
+
+
+def test_more_than_credit_was_given_for_is_an_error_when_placed_too():
+    a, b = pair()
+    ours, _, _ = opened_for_bytes(a, b, LIMITS.window * 2)
+    ours._credit = LARGE
+    a.write(ours, bytes(LIMITS.window + 1))
+    with pytest.raises(ProtocolError, match="credit"):
+        place(a, b)
+
+
+def test_windows_grow_while_the_reader_waits_and_not_otherwise():
+    limits = MuxLimits(max_streams=4, window=3 << 20, max_buffered=1 << 26)
+    for waits, grown in ((True, 3 << 20), (False, 1 << 20)):
+        a, b = pair(limits)
+        ours, theirs = opened(a, b, bulk=True)
+        transfer(b, a)
+        for _ in range(8):
+            a.write(ours, bytes(600_000))
+            transfer(a, b)
+            read(b, theirs, LARGE if waits else theirs.available - 1000)
+            transfer(b, a)
+        assert theirs.window == grown

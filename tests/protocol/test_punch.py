@@ -31,6 +31,7 @@ class Walled(TcpTransport):
     """Ordinary dials to some addresses fail."""
 
     def __init__(self):
+        super().__init__()
         self.walls = set()
 
     async def dial(self, address, *, local_port=None):

@@ -110,7 +110,7 @@ def test_nothing_to_seal():
 def test_rekeying_on_both_sides(monkeypatch, without_encrypt_into):
     monkeypatch.setattr(records, "REKEY_INTERVAL", 3)
     if without_encrypt_into:
-        monkeypatch.setattr(noise, "_CAN_ENCRYPT_INTO", False)
+        monkeypatch.setattr(noise, "_INTO", False)
     source, target = writer(), reader()
     plaintexts = [bytes([number]) for number in range(10)]
     sealed = source.seal(*plaintexts)
@@ -119,6 +119,42 @@ def test_rekeying_on_both_sides(monkeypatch, without_encrypt_into):
     stale = reader()
     with pytest.raises(ProtocolError):
         put(stale, sealed)
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_record_is_decrypted_where_it_is_wanted(monkeypatch, into):
+    monkeypatch.setattr(noise, "_INTO", into)
+    target = reader()
+    sealed = writer().seal(b"first", b"second", b"third")
+    target.space()[: len(sealed)] = sealed
+    target.received(len(sealed))
+    buffer = bytearray(10)
+    assert target.next_record(lambda size: None) == b"first"
+    assert target.next_record(lambda size: memoryview(buffer)[2 : 2 + size]) == b"second"
+    assert buffer == b"\0\0second\0\0"
+    assert target.next_record() == b"third"
+
+
+def test_a_forged_record_is_refused_where_it_is_wanted():
+    target = reader()
+    sealed = writer().seal(b"first")
+    sealed[5] ^= 1
+    target.space()[: len(sealed)] = sealed
+    target.received(len(sealed))
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            target.next_record(lambda size: memoryview(bytearray(size)))
+
+
+def test_memory_for_large_writes_is_given_back():
+    source = writer()
+    first = bytes(source.seal(bytes(MAX_PLAINTEXT), b"x"))
+    source.release()
+    assert put(reader(), first + bytes(source.seal(b"y" * MAX_PLAINTEXT))) == [
+        bytes(MAX_PLAINTEXT),
+        b"x",
+        b"y" * MAX_PLAINTEXT,
+    ]
 
 
 def refused(data, *, before=()):

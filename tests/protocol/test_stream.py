@@ -13,7 +13,7 @@ from protocol.errors import (
     StreamEnded,
     StreamReset,
 )
-from protocol.mux import INITIAL_WINDOW
+from protocol.mux_stream import INITIAL_WINDOW
 from protocol.wire import message
 
 KEY = bytes(range(32))

@@ -1,0 +1,146 @@
+"""One stream's state in the mux, and what the mux reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+import attrs
+
+from protocol.frames import Buffer
+
+INITIAL_WINDOW = 1 << 16
+"""Bytes that each side may send on a stream before the first grant."""
+
+
+class MuxStream:
+    """One stream's state. Its methods are the mux's; others read the properties."""
+
+    __slots__ = (
+        "_allowance",
+        "_chunks",
+        "_credit",
+        "_discard",
+        "_extra",
+        "_fin",
+        "_fin_sent",
+        "_out",
+        "_owed",
+        "_peer_fin",
+        "_placed",
+        "_scheduled",
+        "available",
+        "bulk",
+        "id",
+        "lost",
+        "pending",
+        "stopped",
+        "wanted",
+    )
+
+    def __init__(self, stream_id: int, *, bulk: bool) -> None:
+        self.id = stream_id
+        self.bulk = bulk
+        self.pending = 0  # bytes written that no record has taken yet
+        self.available = 0  # bytes received that nobody has read yet
+        self.lost = False  # written data was dropped
+        self.stopped = False  # the other side wants no more data
+        self.wanted: memoryview | None = None  # where the next raw bytes go, if they come in records that fit
+        self._out: deque[memoryview] = deque()
+        self._credit = INITIAL_WINDOW  # what we may still send
+        self._fin = False
+        self._fin_sent = False
+        self._scheduled = False
+        self._chunks: deque[Buffer] = deque()
+        self._allowance = INITIAL_WINDOW  # what they may still send
+        self._extra = 0  # by how much our window is larger than the initial one
+        self._owed = 0  # what we may grant them
+        self._placed = 0  # what came into `wanted` and was not reported yet
+        self._peer_fin = False
+        self._discard = False
+
+    @property
+    def at_end(self) -> bool:
+        """The other side finished, and everything that it sent has been read."""
+        return self._peer_fin and not self.available
+
+    @property
+    def finished(self) -> bool:
+        """`Mux.finish` was called: no more data may be written."""
+        return self._fin
+
+    @property
+    def starved(self) -> bool:
+        """There is data to send, and the other side lets us send none."""
+        return bool(self._out) and self._credit <= 0
+
+    @property
+    def window(self) -> int:
+        """Bytes that the other side may send before somebody reads."""
+        return INITIAL_WINDOW + self._extra
+
+    @property
+    def _sendable(self) -> bool:
+        if self._out:
+            return self._credit > 0
+        return self._fin and not self._fin_sent
+
+
+@attrs.frozen
+class Opened:
+    """The other side opened a stream."""
+
+    stream: MuxStream
+
+
+@attrs.frozen
+class Readable:
+    """Data, or the end of it, arrived."""
+
+    stream: MuxStream
+
+
+@attrs.frozen
+class Placed:
+    """So many bytes came into the buffer `stream.wanted`, which has become shorter by them. A `grant` is owed."""
+
+    stream: MuxStream
+    count: int
+
+
+@attrs.frozen
+class Stopped:
+    """The other side wants no more data on this stream: what was written and not sent is gone."""
+
+    stream: MuxStream
+
+
+@attrs.frozen
+class Reset:
+    """The other side gave up the stream. An empty code says no more than that."""
+
+    stream: MuxStream
+    code: str
+    text: str
+
+
+@attrs.frozen
+class Pong:
+    """The answer to a ping."""
+
+    token: bytes
+
+
+@attrs.frozen
+class Retired:
+    """The other side opens no more streams on this connection."""
+
+
+@attrs.frozen
+class Goodbye:
+    """The other side ends the connection, for this reason."""
+
+    reason: str
+
+
+Event: TypeAlias = Opened | Readable | Placed | Stopped | Reset | Pong | Retired | Goodbye

@@ -1,0 +1,179 @@
+"""How fast to send so that nothing queues up on the way, without IO. Time is the caller's, in seconds.
+
+Loss-based congestion control fills the queue in front of the slowest link before it slows down: a fifth of a second and
+more on many home lines, and whatever is sent on the same line waits behind it. Here the rate at which bytes arrive and
+the round-trip time decide, in the manner of TCP Vegas (Brakmo and Peterson 1995) and BBR (Cardwell et al. 2016): when
+the round trip takes longer than it needs to, what arrives is what the link can do; the rate goes below that until the
+queue is gone, and then slowly up again. The kernel's own congestion control keeps working below that.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import attrs
+
+from protocol.transport import LineState
+
+SMALLEST_BURST = 1 << 14
+LARGEST_BURST = 1 << 22
+
+_BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
+_UNSENT_SECONDS = (0.003, 0.006)  # and what may wait unsent lasts so long
+_KEPT_UP = 0.93  # of the rate has to arrive, else we were too slow to hand it over
+_TICK = 0.01  # seconds between looks, at least: also a round trip
+_MEMORY = 10.0  # seconds for which the shortest round trip is remembered, at least; twice that at most
+_QUEUE = 0.005  # seconds that a round trip may be longer than the shortest
+_DRAINS = 2  # in vain, after which a queue counts as somebody else's
+_JITTERS = 1.5  # that a round trip may be longer besides
+_AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
+_SAMPLES = 4  # round trips over which the link's rate is averaged
+_HOLD = 0.95  # of the link's rate, after the queue was drained
+_STEP = 0.005  # of the link's rate, by which the rate grows each round trip
+_KNOWN = 1.08  # of the link's rate: above, the link has changed, and the rate grows faster
+_LEAP = 1.02
+# The link's rate is measured anew whenever there is a queue, and may be much lower then. A short queue could be noise.
+_SHORT = 0.02
+_DROP_SHORT, _DROP = 0.97, 0.5
+_SLOWEST = 0.3  # of the link's rate, while the queue is drained
+
+
+class Pacer:
+    """Decides the rate of one connection.
+
+    Attributes:
+        rate: Bytes per second to send at most; infinity until there was a queue.
+        burst: Bytes to hand over at a time; 0 while nothing is known.
+        unsent: Bytes that may wait unsent in the kernel: none of it may be late while we are not scheduled.
+        delivered: Bytes per second that arrived lately.
+    """
+
+    def __init__(self) -> None:
+        self.rate = math.inf
+        self.burst = 0
+        self.unsent = SMALLEST_BURST
+        self.delivered = 0.0
+        self._due = -math.inf
+        self._last: tuple[float, int] | None = None  # time and bytes arrived, at the last look
+        self._steady = False  # there was bulk data to send all the time since
+        self._rates: deque[float] = deque(maxlen=_SAMPLES)
+        self._asked = deque([0.0], maxlen=2)  # the rates of the last two round trips: what arrives now was sent then
+        self._trips = _Trips()
+        self._previous = 0.0  # the rate that was possible, as of the last look
+        self._patience = _UNSENT_SECONDS[1]  # seconds that what waits unsent lasts
+        self._link = 0.0  # the link's rate, when there was a queue
+        self._draining = False
+        self._drains = 0
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for `update`."""
+        return now >= self._due
+
+    def pause(self) -> None:
+        """There is no bulk data to send: what arrives says nothing about the link."""
+        self._steady = False
+
+    def update(self, now: float, path: LineState) -> None:
+        """Takes in what is known about the connection now."""
+        self._trips.update(now, path.rtt)
+        self._due = now + max(_TICK, path.rtt)
+        last, self._last = self._last, (now, path.acked)
+        steady, self._steady = self._steady, True
+        if last is None or now <= last[0]:
+            return
+        arrived = (path.acked - last[1]) / (now - last[0])
+        if steady:
+            self.delivered = arrived
+            self._rates.append(arrived)
+            change = 0.95 if arrived >= _KEPT_UP * self._previous else 1.3
+            low, high = _UNSENT_SECONDS
+            self._patience = min(max(low, change * self._patience), high)
+            self._decide(path.rtt)
+            self._asked.append(self.rate)
+            self._previous = min(self.rate, self.delivered)
+        self.delivered = max(self.delivered, arrived)
+        possible = min(self.rate, self.delivered)
+        self.burst = _bounded(_BURST_SECONDS * possible)
+        self.unsent = _bounded(self._patience * possible)
+
+    def _measured(self) -> float:
+        """The link's rate, now that there is a queue."""
+        if self.rate == math.inf:  # it has only just become so fast
+            return max(self._rates)
+        if self._trips.excess < _SHORT:
+            return max(statistics.fmean(self._rates), _DROP_SHORT * self._link)
+        return max(self.delivered, _DROP * self._link)
+
+    def _decide(self, rtt: float) -> None:
+        if self._draining:  # what was done now shows in the next round trip
+            self._draining = False
+            self.rate = _HOLD * self._link
+        elif self._trips.long:
+            # If less arrives than was sent, or more, then it is our bytes that queue, and what arrives is what fits.
+            asked = self._asked[0]
+            ours = self._trips.excess > _SHORT and abs(self.delivered - asked) > (1 - _KEPT_UP) * asked
+            if self._drains >= _DRAINS and not ours:
+                self._trips.accept()
+                self._drains = 0
+                return
+            if ours or not self._drains:
+                self._link = self._measured()
+            self._drains += 1
+            self._draining = True
+            self.rate = max(_SLOWEST, 1 - self._trips.excess / rtt) * self._link
+        elif self.rate < math.inf:
+            self._drains = 0
+            grown = self.rate + _STEP * self._link if self.rate < _KNOWN * self._link else _LEAP * self.rate
+            self.rate = min(grown, _AHEAD * max(*self._rates, self._link))
+
+
+def _bounded(size: float) -> int:
+    return int(min(max(size, SMALLEST_BURST), LARGEST_BURST))
+
+
+@attrs.define
+class _Trips:
+    """Round-trip times, and what is normal for them."""
+
+    _now: float = math.inf  # the shortest of this period, and of the one before
+    _before: float = math.inf
+    _until: float = -math.inf
+    _normal: float = 0.0
+    _jitter: float = 0.0
+    _last: float = math.nan
+    _recent: float = math.nan
+
+    @property
+    def long(self) -> bool:
+        """There is a queue."""
+        return self.queue > _QUEUE + _JITTERS * self._jitter
+
+    @property
+    def queue(self) -> float:
+        """Seconds by which a round trip takes longer than is normal. A single long one does not count."""
+        return self._recent - self._normal
+
+    @property
+    def excess(self) -> float:
+        """As `queue`, of the last one alone."""
+        return self._last - self._normal
+
+    def update(self, now: float, rtt: float) -> None:
+        """Takes in one."""
+        if now >= self._until:
+            self._before, self._now, self._until = self._now, math.inf, now + _MEMORY
+        self._now = min(self._now, rtt)
+        shortest = min(self._now, self._before)
+        if math.isnan(self._last):
+            self._last = self._normal = rtt
+        self._jitter += (min(abs(rtt - self._last), _QUEUE) - self._jitter) / 8
+        self._recent, self._last = min(rtt, self._last), rtt
+        if self._recent < self._normal:
+            self._normal += (self._recent - self._normal) / 2
+        self._normal = max(self._normal, shortest)
+
+    def accept(self) -> None:
+        """There is a queue that is not ours to drain: round trips take as long as this now."""
+        self._normal = self._recent

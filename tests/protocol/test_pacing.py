@@ -1,0 +1,129 @@
+"""Pacing against a simulated bottleneck: a fluid queue with a base round-trip time."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from protocol.pacing import LARGEST_BURST, SMALLEST_BURST, Pacer
+from protocol.transport import LineState
+
+STEP = 0.001
+LINK = 12.5e6  # bytes per second: 100 Mbit/s
+RTT = 0.05
+DEEP = 0.2  # seconds that the link's queue holds
+
+
+class Line:
+    """A sender with data at all times, and a kernel that sends as fast as the pacer and a growing window let it."""
+
+    def __init__(self, *, link=LINK, rtt=RTT, jitter=0.0, foreign=0.0, seed=1):
+        self.link = link
+        self.foreign = foreign  # seconds of queue that are not ours
+        self.pacer = Pacer()
+        self.now = 100.0
+        self.arrived = 0.0
+        self.queues = []  # seconds, over time
+        self._rtt = rtt
+        self._jitter = jitter
+        self._random = random.Random(seed)
+        self._queue = 0.0  # bytes
+        self._startup = 1e6
+        self._acks = []  # (when, bytes arrived by then, round trip)
+        self._acked = 0.0
+        self._smoothed = rtt
+
+    def run(self, seconds):
+        end = self.now + seconds
+        begin = self.arrived
+        self.queues = []
+        while self.now < end:
+            self.now += STEP
+            self._startup *= 2 ** (STEP / self._rtt) if self._startup < 1e10 else 1
+            offered = min(self.pacer.rate, self._startup) * STEP
+            self._queue = min(self._queue + offered, self.link * DEEP)
+            leaving = min(self._queue, self.link * STEP)
+            self._queue -= leaving
+            self.arrived += leaving
+            waiting = self._queue / self.link
+            self.queues.append(waiting)
+            trip = self._rtt + waiting + self.foreign + abs(self._random.gauss(0, self._jitter))
+            self._acks.append((self.now + trip, self.arrived, trip))
+            while self._acks and self._acks[0][0] <= self.now:
+                _, self._acked, trip = self._acks.pop(0)
+                self._smoothed += (trip - self._smoothed) / 8
+            if self.pacer.due(self.now):
+                self.pacer.update(self.now, LineState(self._smoothed, int(self._acked)))
+        return (self.arrived - begin) / seconds / self.link
+
+
+def test_without_a_queue_there_is_no_limit():
+    line = Line(link=1e12, rtt=0.0002)
+    line.run(1.0)
+    assert line.pacer.rate == math.inf
+    assert SMALLEST_BURST <= line.pacer.burst <= LARGEST_BURST
+
+
+@pytest.mark.parametrize("link", [2.5e5, 2.5e6, 12.5e6, 125e6])
+@pytest.mark.parametrize("rtt", [0.01, 0.05, 0.2])
+def test_the_link_is_used_and_hardly_anything_queues(link, rtt):
+    line = Line(link=link, rtt=rtt)
+    line.run(5 + 100 * rtt)
+    assert line.run(5 + 100 * rtt) > 0.9
+    assert statistics.median(line.queues) < 0.008
+    assert max(line.queues) < 0.02 + 0.25 * rtt
+
+
+def test_what_waits_unsent_lasts_milliseconds():
+    line = Line()
+    line.run(5.0)
+    assert line.pacer.burst < 0.006 * LINK
+    assert line.pacer.unsent < 0.012 * LINK
+
+
+@pytest.mark.parametrize("jitter", [0.005, 0.02])
+def test_a_jittery_path_is_not_mistaken_for_a_full_one(jitter):
+    line = Line(jitter=jitter)
+    line.run(10.0)
+    assert line.run(20.0) > 0.85
+
+
+def test_a_link_that_becomes_slower_is_followed_at_once():
+    line = Line()
+    line.run(10.0)
+    line.link = LINK / 4
+    line.run(2.0)
+    assert line.run(5.0) > 0.9
+    assert statistics.median(line.queues) < 0.02
+
+
+def test_a_link_that_becomes_faster_is_found():
+    line = Line(link=LINK / 4)
+    line.run(10.0)
+    line.link = LINK
+    line.run(5.0)
+    assert line.run(5.0) > 0.9
+
+
+def test_a_queue_of_others_does_not_starve_us():
+    line = Line()
+    line.run(5.0)
+    line.foreign = 0.1
+    line.run(5.0)
+    assert line.run(10.0) > 0.8
+    line.foreign = 0.0  # and what is normal is learned again
+    line.run(5.0)
+    assert line.run(10.0) > 0.9
+    assert statistics.median(line.queues) < 0.01
+
+
+def test_pauses_say_nothing_about_the_link():
+    line = Line()
+    line.run(5.0)
+    rate = line.pacer.rate
+    for number in range(100):
+        line.pacer.pause()
+        line.now += 1.0
+        line.pacer.update(line.now, LineState(0.3, int(line.arrived) + number))
+    assert line.pacer.rate == rate
