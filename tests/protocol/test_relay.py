@@ -51,6 +51,7 @@ def apart(start, network):
         network.partition(["host1"], ["host2"])
         await a.endpoint.connect(relay.peer)
         await b.endpoint.connect(relay.peer)
+        await trio.sleep(0.1)  # the relay knows a little later
         return a, b, relay
 
     return make
@@ -234,6 +235,7 @@ async def test_nobody_gets_all_circuits(start, network, autojump_clock):
     others = [await start(seed) for seed in (3, 4, 5)]
     for node in (*crowd, *others):
         await node.endpoint.connect(relay.peer)
+    await trio.sleep(0.1)
     await crowd[0].endpoint._relay.dial(relay.peer, target.peer)
     await crowd[1].endpoint._relay.dial(relay.peer, target.peer)
     assert await refusal(crowd[1], relay, target.peer) == "busy"  # half of all for one address
