@@ -18,7 +18,7 @@ from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
 from protocol.noise import KEY_SIZE, Handshake
 from protocol.records import RecordReader, RecordWriter
-from protocol.transport import Address, Buffer, ByteStream, PacedStream, LineState
+from protocol.transport import Address, Buffer, ByteStream, LineState, PacedStream
 
 VERSION = 1
 HANDSHAKE_TIMEOUT = 10.0
