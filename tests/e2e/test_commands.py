@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from peer.status import read_status
+
 pytestmark = pytest.mark.processes
 
 
@@ -11,6 +13,8 @@ async def test_commands_about_a_daemon_that_runs_and_has_run(swarm, shoal):
     founder = await swarm.found()
     (one,) = await swarm.joined(founder, "one")
 
+    # The file is written once a second.
+    await swarm.until(lambda: read_status(one.home / "status.json").neighbours, "a status that tells the neighbours")
     status = json.loads(shoal("status", "--json", home=one.home).out)
     assert (status["running"], status["pid"], status["peer"]) == (True, one.process.pid, one.peer)
     assert (status["run"], status["neighbours"]) == (founder.run, [founder.peer])
