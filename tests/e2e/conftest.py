@@ -225,10 +225,10 @@ class Swarm:
                 pytest.fail(f"waited in vain for: {what}")
             await trio.sleep(POLL)
 
-    def check_agreement(self) -> None:
-        """Whoever held a revision held the same as everybody else."""
+    def check_agreement(self, *daemons: Daemon) -> None:
+        """Which of these (or of all) held a revision held the same as the others."""
         held: dict[int, set[str]] = {}
-        for daemon in self.daemons:
+        for daemon in daemons or self.daemons:
             for revision, digest in daemon.digests.items():
                 held.setdefault(revision, set()).add(digest)
         assert {revision: digests for revision, digests in held.items() if len(digests) > 1} == {}
