@@ -459,7 +459,7 @@ def main() -> int:
         trio.run(work, kind, host, int(port[0]) if port else None)
         return 0
     load = os.getloadavg()[0]
-    rows = measure(128 << 20, 5, 200, 5) if options.quick else measure(1 << 30, 5, 2000, 50)
+    rows = measure(128 << 20, 5, 200, 5) if options.quick else measure(1 << 30, 5, 2000, 10)
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
     for line in rows:
         verdict = "" if met(line) else "  MISSED"
