@@ -358,6 +358,7 @@ class Connection:
                 delay = 0.0 if self._upload is None else self._upload.delay(trio.current_time())
                 if not delay:
                     return True
+                self._pacer.pause()
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
