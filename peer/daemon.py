@@ -190,12 +190,9 @@ class _Daemon:
             self.endpoint,
             manifest.run_id,
             settings=RoundTimes(grace=settings.round.grace),
-            members=membership.partners,
-            expected=membership.expected,
+            roster=membership,
             report=self._report,
-            admits=membership.knows,
             max_weight=settings.limits.weight,
-            suspect=membership.doubt,
         )
         donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows)
         await nursery.start(membership.run)

@@ -238,6 +238,11 @@ class Membership:
                 found.add(member.peer)
         return sorted(found)
 
+    def arriving(self) -> list[PeerId]:
+        """Peers that may be members in a moment: whoever was connected, or is connected to another member."""
+        now = trio.current_time()
+        return sorted(peer for peer, until in self._awaited.items() if until > now)
+
     def better(self, *, branched: PeerId | None = None) -> Member | None:
         """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
 
