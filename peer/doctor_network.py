@@ -17,7 +17,7 @@ from peer.console import size
 from peer.doctor import Examination, Finding, Findings, Later, Patient, Verdict
 from peer.finding import find_manifest
 from peer.home import Home
-from peer.probe import Measurement, measure
+from peer.probe import measure
 from peer.reach import UNSPECIFIED, is_loopback, outward_host
 from protocol import natpmp
 from protocol.channel import handshake
@@ -69,7 +69,6 @@ class Network:
     examination: Examination
     _bound: Address | None = attrs.field(default=None, init=False)
     _reached: list[PeerId] = attrs.field(factory=list, init=False)
-    _measured: Measurement | None = attrs.field(default=None, init=False)
     _mapped: bool = attrs.field(default=False, init=False)
 
     async def examine(self, nursery: trio.Nursery) -> None:
@@ -92,8 +91,8 @@ class Network:
                 await step("dial-back", 8.0, self._dial_back, "a firewall may drop what comes from outside")
         if mapping is not None:
             await step("mapping", MAP_LIMIT, mapping.result, "forward a port in the router, and --announce it")
-        if self._measured is not None:
-            await step("nat", 1.0, self._nat, _OFFLINE)
+        if self._reached:
+            await step("nat", DIAL_LIMIT, self._nat, _OFFLINE)
 
     async def _listen(self, nursery: trio.Nursery) -> Findings:
         try:
@@ -216,15 +215,15 @@ class Network:
         problem = ""
         for peer in self._reached[:3]:
             try:
-                found = self._measured = await measure(self.endpoint, peer, limit=6.0)
+                found = await measure(self.endpoint, peer, limit=6.0)
             except ShoalError as error:
                 problem = f"{peer.short}: {error}"
                 if isinstance(error, RequestRefused):
                     continue
                 break
-            slow = min(found.upload, found.download) < SLOW
+            slow = min(found.upload or 0.0, found.download or 0.0) < SLOW
             verdict: Verdict = "warn" if slow else "ok"
-            way = f"{size(found.upload)}/s up, {size(found.download)}/s down, to peer {peer.short}"
+            way = f"{_rate(found.upload)} up, {_rate(found.download)} down, to peer {peer.short}"
             advice = "rounds will take long; is something else using the line?"
             findings = [
                 Finding("rtt", "ok", f"{_ms(found.rtt)} to peer {peer.short} and back"),
@@ -284,9 +283,13 @@ class Network:
         return [Finding("mapping", "warn", f"no port was mapped: {reason}", advice)]
 
     async def _nat(self) -> Findings:
-        """What can be told from how one peer sees us."""
-        assert self._measured is not None
-        seen = self._measured.seen.host
+        """What can be told from where those who were reached see us."""
+        for peer in self._reached:
+            with contextlib.suppress(ShoalError):
+                await self.endpoint.connect(peer)
+        seen = self.endpoint.host_seen
+        if seen is None:
+            return [Finding("nat", "warn", "not known: the connections to those who were reached are lost", _OFFLINE)]
         own = outward_host() if self._bound is None or self._bound.host in UNSPECIFIED else self._bound.host
         if is_loopback(seen):
             return [Finding("nat", "ok", "not known: the peer is on this machine")]
@@ -335,6 +338,10 @@ def _is_name(host: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def _rate(bytes_a_second: float | None) -> str:
+    return "nothing" if bytes_a_second is None else f"{size(bytes_a_second)}/s"
 
 
 def _ms(seconds: float) -> str:

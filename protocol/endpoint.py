@@ -496,6 +496,11 @@ class Endpoint:
         if addresses and peer != self.peer_id:
             self._book.learn(peer, tuple(dict.fromkeys(addresses)), proven=True)
 
+    @property
+    def host_seen(self) -> str | None:
+        """The host that most of those whom we dialled see us at; None as long as nobody is connected who says so."""
+        return self._links.host_seen()
+
     def advertised(self) -> Address | None:
         """Where others are to connect to: as configured, else as mapped, else our port at the host that others see."""
         host = self._links.host_seen()
