@@ -14,6 +14,7 @@ import trio
 from peer.contact import Contact
 from peer.events import EventLog
 from peer.home import Home, write_atomically
+from protocol import natpmp
 from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import ShoalError
 from protocol.identity import PeerId
@@ -121,6 +122,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_inside(host: str) -> bool:
+    """Whether a host is an address that means something on its own network only."""
+    try:
+        return natpmp.is_inside(host)
+    except ValueError:
+        return False
 
 
 def read_book(home: Home) -> list[Contact]:

@@ -45,6 +45,6 @@ async def test_a_founder_behind_a_mapping_router_is_joined_from_outside(port_map
     assert report["run"].verdict == report["nat"].verdict == "ok", report
     report = examined(inside, f"{other.id}@{outside.address}:{PORT}")
     assert report["mapping"].message.startswith(f"the router maps {inside.public}:"), report
-    assert report["nat"] == Finding(
-        "nat", "ok", f"behind a router: this machine is {inside.address}, and peers see {inside.public}; it maps a port"
-    ), report
+    behind = f"behind a router: this machine is {inside.address}, and peers see {inside.public}"
+    assert report["nat"] == Finding("nat", "ok", f"{behind}; it maps a port"), report
+    assert report["relay"].verdict == "ok", report
