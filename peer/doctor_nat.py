@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import attrs
 import trio
 
+from peer.console import MEET
 from peer.doctor import Finding, Findings
 from peer.reach import is_inside, is_loopback
 from protocol.channel import SecureChannel
@@ -25,7 +26,6 @@ OBSERVERS = 4
 OBSERVE_SECONDS = 5.0
 """How long they are waited for."""
 
-SERVE = "on a machine with a public address, start `shoal serve`; whoever gets --bootstrap with its address is relayed"
 _FORWARD = "to be dialled as well, forward a port in the router, and --announce it"
 _CARRIERS = ipaddress.ip_network("100.64.0.0/10")
 
@@ -77,7 +77,7 @@ def explain_nat(found: Surroundings) -> Finding:
         return Finding("nat", "ok", f"{message}; {way}")
     if not found.shared:
         return Finding(
-            "nat", "warn", f"{message}, each at another port: only through a relay can others reach it", SERVE
+            "nat", "warn", f"{message}, each at another port: only through a relay can others reach it", MEET
         )
     advice = _FORWARD
     if found.inner is not None or _is_carriers(found.own):
@@ -187,7 +187,7 @@ async def relay(endpoint: Endpoint, peers: Sequence[PeerId], psk: bytes | None, 
     peers_in_reach = "the peer" if len(peers) == 1 else f"none of the {len(peers)} peers"
     if willing:
         refused = f"{', '.join(peer.short for peer in willing)} offered to relay, and did not: too busy, maybe"
-        return [Finding("relay", "warn" if needed else "ok", refused, f"try again in a minute, or {SERVE}")]
+        return [Finding("relay", "warn" if needed else "ok", refused, f"try again in a minute, or: {MEET}")]
     does = "does not relay" if len(peers) == 1 else "relays"
     message = f"{peers_in_reach} in reach {does}: two machines that nobody can dial will not meet"
-    return [Finding("relay", "warn" if needed else "ok", message, SERVE)]
+    return [Finding("relay", "warn" if needed else "ok", message, MEET)]

@@ -14,7 +14,7 @@ import trio
 
 from dht import DHT
 from peer import doctor_nat
-from peer.console import size
+from peer.console import MEET, size
 from peer.doctor import Examination, Finding, Findings, Later, Patient, Verdict
 from peer.finding import find_manifest
 from peer.home import Home
@@ -108,7 +108,7 @@ class Network:
             await step("mapping", MAP_LIMIT, mapping.result, "forward a port in the router, and --announce it")
         if self._reached:
             await step("nat", doctor_nat.OBSERVE_SECONDS + 0.5, partial(self._nat, observing), _OFFLINE)
-            await step("relay", 6.0, relaying.result, doctor_nat.SERVE)
+            await step("relay", 6.0, relaying.result, MEET)
 
     async def _listen(self, nursery: trio.Nursery) -> Findings:
         try:
@@ -267,7 +267,9 @@ class Network:
         """The round trips to the rest of the swarm, as far as it is connected."""
         known = [self.endpoint.statistics(peer) for peer in self.endpoint.connected if peer != measured]
         trips = sorted(each.rtt for each in known if each is not None)
-        return f"; {_ms(trips[0])} to {_ms(trips[-1])} to {len(trips)} more" if trips else ""
+        if len(trips) < 2:
+            return f"; {_ms(trips[0])} to another" if trips else ""
+        return f"; {_ms(trips[0])} to {_ms(trips[-1])} to {len(trips)} others"
 
     async def _connect(self) -> Findings:
         """Connects to all who were reached, to be able to ask them. That one cannot be reached any more is no news."""
