@@ -122,7 +122,7 @@ class _Helper:
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[str]) -> None:
         config = self._config
-        await nursery.start(tell_paths, self._endpoint, self._events, self._rng)
+        await nursery.start(tell_paths, self._endpoint, self._events, self._reach, self._rng)
         await nursery.start(self._endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         nursery.start_soon(self._watch)

@@ -104,7 +104,7 @@ class Endpoint:
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
         self._relay = Relay(self._links, self._limits, self._greet_relayed)
-        self._observer = Observer(self._links, self._probe)
+        self._observer = Observer(self._links, self.probe)
         self._puncher = Puncher(self._links, transport, locate=self._locate, port=self._port, meet=self._meet)
         self._dials: dict[PeerId | Address, _Dial] = {}
         self._door = Door(self._limits)
@@ -408,8 +408,11 @@ class Endpoint:
 
     # Finding out where we are seen, and direct connections in place of relayed ones.
 
-    async def _probe(self, address: Address, port: int) -> tuple[SecureChannel, Address | None]:
-        """See `punch.Probe`."""
+    async def probe(self, address: Address, port: int) -> tuple[SecureChannel, Address | None]:
+        """Dials an address from a local port, only to be seen; raises as `connect` does.
+
+        Returns the channel, for the caller to close, and where the other side sees it come from, if it says so.
+        """
         stream = await self._transport.dial(address, local_port=port)
         features = self._hello(0, probe=True)
         channel = await handshake(stream, self._identity, initiator=True, psk=self._psk, features=features)
@@ -445,6 +448,11 @@ class Endpoint:
         """Where a peer is, as far as we see; None unless it is connected directly."""
         link = self._links.get(peer)
         return None if link is None or link.relayed else link.connection.channel.remote.host
+
+    @property
+    def relays(self) -> tuple[PeerId, ...]:
+        """The connected peers that pass on bytes for others, those with the shortest way first."""
+        return tuple(self._relay.relays(self.peer_id))
 
     @property
     def relaying(self) -> bool:
@@ -495,6 +503,11 @@ class Endpoint:
             addresses.append(theirs.local)
         if addresses and peer != self.peer_id:
             self._book.learn(peer, tuple(dict.fromkeys(addresses)), proven=True)
+
+    @property
+    def host_seen(self) -> str | None:
+        """The host that most of those whom we dialled see us at; None as long as nobody is connected who says so."""
+        return self._links.host_seen()
 
     def advertised(self) -> Address | None:
         """Where others are to connect to: as configured, else as mapped, else our port at the host that others see."""

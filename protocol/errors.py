@@ -66,6 +66,10 @@ class WrongPeer(HandshakeError):
     """The handshake succeeded, but with another peer than the one that was dialled."""
 
 
+class WrongVersion(HandshakeError):
+    """The other side speaks another version of the protocol."""
+
+
 class ProtocolError(ShoalError):
     """A peer sent bytes or messages that the protocol does not allow. The connection ends."""
 
