@@ -244,7 +244,8 @@ class _Daemon:
                 raise cause from None
             known = f"none of the {len(contacts)} known peers of this run can be reached"
             if private:
-                raise PeerUnreachable(f"{known}: all have private addresses only", hint=MEET) from error
+                hint = f"on one network: check that they run. Else: {MEET[0].lower()}{MEET[1:]}"
+                raise PeerUnreachable(f"{known}: all have private addresses only", hint=hint) from error
             raise PeerUnreachable(known, hint=f"check the network, or ask for a fresh ticket. {MEET}") from error
 
     async def _find_manifest(self) -> Manifest:

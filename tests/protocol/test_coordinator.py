@@ -22,13 +22,18 @@ class Table:
 
     def __init__(self, live=PEERS[:4]) -> None:
         self.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=TIMES)
-        self.live, self.base, self.arriving = set(live), BASE, set()
+        self.live, self.base, self.arriving, self.patience = set(live), BASE, set(), 0.0
         self.now = 100.0
         self.log = []
 
     def poll(self, *, leading=True):
         view = View(
-            expected=frozenset(self.live), arriving=frozenset(self.arriving), leading=leading, rank=0, base=self.base
+            expected=frozenset(self.live),
+            arriving=frozenset(self.arriving),
+            leading=leading,
+            rank=0,
+            base=self.base,
+            patience=self.patience,
         )
         actions = self.core.poll(self.now, view)
         self.log += actions
@@ -69,6 +74,29 @@ def sent(actions, kind):
     return {
         action.peer: action.message for action in actions if isinstance(action, Send) and type(action.message) is kind
     }
+
+
+@pytest.mark.parametrize("answer", ["late", "noted"])
+def test_the_window_is_longer_for_a_member_that_is_behind(answer):
+    table = Table(live=[US, A])
+    table.patience = 30.0
+    table.ready(US)
+    table.poll()
+    table.core.answered(A, answer)
+    proposed = bool(sent(table.wait(TIMES.grace + TIMES.slack + 1), Propose))
+    assert proposed == (answer == "noted")
+    assert proposed or sent(table.wait(29), Propose)[US].plan.members == (US,)
+
+
+def test_the_window_is_longer_if_we_are_behind_ourselves():
+    table = Table(live=[US, A])
+    table.patience, table.base = 30.0, None
+    table.ready(A)
+    table.poll()
+    assert sent(table.wait(TIMES.grace + TIMES.slack + 1), Propose) == {}
+    table.ready(US)
+    table.base = BASE
+    assert set(sent(table.poll(), Propose)) == {US, A}
 
 
 def test_peers_that_arrive_are_waited_for_but_not_asked():
