@@ -155,8 +155,13 @@ class Endpoint:
 
     @property
     def in_use(self) -> IdentityInUse | None:
-        """The reason, if those who answered let us not in because another daemon with our identity is there."""
+        """The reason, if nobody takes us in because another daemon with our identity is there. Else None."""
         return self._rivals.verdict
+
+    @property
+    def copied(self) -> IdentityInUse | None:
+        """Why somebody did not take us in, if there is another daemon with our identity; others may have. Else None."""
+        return self._rivals.refusal
 
     # Whom we know.
 

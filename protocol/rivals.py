@@ -78,7 +78,8 @@ class Rivals:
         self._instance = instance
         self._links = links
         self._timeout = _ANSWER_BEATS * heartbeat
-        self._refusal: IdentityInUse | None = None  # the first proven one since somebody took us in
+        self.refusal: IdentityInUse | None = None
+        """The first proven one since we were last taken in by somebody who is gone."""
         self._refused_at = 0.0
         self._refused = trio.Event()
 
@@ -134,18 +135,18 @@ class Rivals:
         """A connection has ended, and is still among the links if it was in use."""
         link = self._links.get(connection.peer)
         if isinstance(connection.failure, IdentityInUse):
-            if self._refusal is None and self._proves(connection.failure.evidence):
-                self._refusal, self._refused_at = connection.failure, trio.current_time()
+            if self.refusal is None and self._proves(connection.failure.evidence):
+                self.refusal, self._refused_at = connection.failure, trio.current_time()
                 self._refused.set()
         elif link is not None and link.connection is connection and link.heard:
-            self._refusal = None  # we were somebody's peer until now
+            self.refusal = None  # we were somebody's peer until now
 
     @property
     def verdict(self) -> IdentityInUse | None:
         """What to end with, if a living copy of us has been proven, and nobody takes us in. Else None."""
-        if self._refusal is None or self._links.any_heard():
+        if self.refusal is None or self._links.any_heard():
             return None
-        return IdentityInUse(str(self._refusal), hint=_HINT)
+        return IdentityInUse(str(self.refusal), hint=_HINT)
 
     async def outcome(self) -> IdentityInUse:
         """Waits until there has been a verdict for a while, and returns it."""

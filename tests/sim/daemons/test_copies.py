@@ -104,3 +104,25 @@ async def test_a_founder_with_a_copied_home_ends(autojump_clock, endless, copied
     assert not b.events("peer_lost")
     endless.leave("a")
     endless.leave("b")
+
+
+async def test_copies_that_begin_apart_are_told(autojump_clock, endless, copied):
+    with trio.fail_after(LIMIT):
+        a, b, c = [await endless.start(name) for name in "abc"]
+        await c.until_round(1)
+        endless.network.partition(["a", "c"], ["b", "copy"])
+        await trio.sleep(10)
+        copy = copied("c", "copy")  # among those that do not see the first one any more
+        await copy.until(lambda: copy.events("round_committed"))
+        assert not copy.events("identity_shared")
+        endless.network.heal()
+        for one in (c, copy):
+            await one.until(lambda one=one: one.events("identity_shared"))
+            assert "another daemon with this identity is connected" in one.events("identity_shared")[0]["reason"]
+        await trio.sleep(60)
+        assert [len(one.events("identity_shared")) for one in (c, copy)] == [1, 1]
+        assert c.error is copy.error is None
+        await a.until_round(max(a.digests()) + 1)
+        await b.until_round(max(b.digests()) + 1)
+    for name in ("a", "b", "c", "copy"):
+        endless.leave(name)
