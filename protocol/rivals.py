@@ -135,8 +135,9 @@ class Rivals:
         """A connection has ended, and is still among the links if it was in use."""
         link = self._links.get(connection.peer)
         if isinstance(connection.failure, IdentityInUse):
-            if self.refusal is None and self._proves(connection.failure.evidence):
-                self.refusal, self._refused_at = connection.failure, trio.current_time()
+            if self._proves(connection.failure.evidence):
+                if self.refusal is None:
+                    self.refusal, self._refused_at = connection.failure, trio.current_time()
                 self._refused.set()
         elif link is not None and link.connection is connection and link.heard:
             self.refusal = None  # we were somebody's peer until now
