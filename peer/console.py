@@ -76,6 +76,8 @@ def describe(event: Event) -> str | None:
     match event["event"]:
         case "started":
             return f"peer {peer} listens on {event.get('address')}"
+        case "identity_shared":
+            return f"two daemons use this identity, stop one of them: {reason}"
         case "bootstrap_failed":
             return f"nobody to begin with can be reached, and will be tried again: {reason}"
         case "mapped":

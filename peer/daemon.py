@@ -108,6 +108,7 @@ async def run_daemon(
 
     Raises:
         PeerUnreachable: Joining, and nobody answers.
+        IdentityInUse: Another daemon with the identity of this home takes part, and nobody takes us for that peer.
         HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
         DataError, SettingsError: The data are not what the run is about, or settings cannot be used.
         ComputeFailed: Memory ran out, or a device failed.
@@ -233,6 +234,8 @@ class _Daemon:
         try:
             await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
+            if (in_use := self.endpoint.in_use) is not None:
+                raise in_use from None
             if ticket is None:  # the founder of a run that everybody has left goes on with it alone
                 if self._config.bootstrap:
                     self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))

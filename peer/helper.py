@@ -74,6 +74,7 @@ async def run_helper(
 
     Raises:
         AddressError: It cannot listen there.
+        IdentityInUse: Another helper with the identity of this home is there, and nobody takes us for it.
     """
     rng = rng or random.Random()
     endpoint = Endpoint(
@@ -141,6 +142,8 @@ class _Helper:
         try:
             await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
+            if (in_use := self._endpoint.in_use) is not None:
+                raise in_use from None
             if ticket is not None or self._config.bootstrap:
                 self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
 

@@ -96,7 +96,11 @@ async def tell_paths(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Finds out whether others can connect to us, and tells that and how we are connected to whom, until cancelled."""
+    """Finds out whether others can connect to us, and tells that and how we are connected to whom, until cancelled.
+
+    Also tells, once, if some of them take another daemon with our identity for this peer. If all do, the endpoint ends.
+    """
+    shared = False
     reachability = Reachability(endpoint, rng=rng, report=lambda verdict: events.emit("reachability", verdict=verdict))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(reachability.run)
@@ -109,6 +113,9 @@ async def tell_paths(
                     known = endpoint.statistics(change.peer)
                     if not isinstance(change, PeerLost) and known is not None:
                         events.emit("connected", peer=change.peer, path=change.path, rtt=round(known.rtt, 6))
+                    if not shared and endpoint.copied is not None and endpoint.in_use is None:
+                        shared = True
+                        events.emit("identity_shared", reason=str(endpoint.copied))
 
 
 async def _tell_isolation(endpoint: Endpoint, events: EventLog, reach: Reach, reachability: Reachability) -> None:

@@ -28,6 +28,7 @@ from protocol.frames import (
     BULK,
     FIN,
     HEADER,
+    IN_USE,
     MAX_RECORD,
     U32,
     Buffer,
@@ -37,8 +38,8 @@ from protocol.frames import (
     pack_reset,
     pack_text,
     unpack,
+    unpack_goodbye,
     unpack_reset,
-    unpack_text,
 )
 from protocol.mux_stream import (
     INITIAL_WINDOW,
@@ -199,10 +200,16 @@ class Mux:
             self.retired = True
             self._send_urgent(Kind.RETIRE, 0, 0)
 
-    def goodbye(self, reason: str) -> None:
-        """Ends the connection: nothing but the urgent frames before it is sent any more."""
+    def goodbye(self, reason: str, evidence: bytes = b"") -> None:
+        """Ends the connection: nothing but the urgent frames before it is sent any more.
+
+        Args:
+            reason: For people.
+            evidence: `EVIDENCE` bytes if the other side's identity is in use; see `rivals`.
+        """
         if self._farewell is None:
-            self._farewell = pack(Kind.GOODBYE, 0, 0, pack_text(reason))
+            flags = IN_USE if evidence else 0
+            self._farewell = pack(Kind.GOODBYE, flags, 0, evidence + pack_text(reason))
 
     def read_into(self, stream: MuxStream, buffer: memoryview) -> int:
         """Moves what has arrived to `buffer`; returns the number of bytes. The caller owes a `grant` for them."""
@@ -324,7 +331,7 @@ class Mux:
                 self.peer_retired = True
                 events.append(Retired())
             case Kind.GOODBYE:
-                events.append(Goodbye(unpack_text(payload)))
+                events.append(Goodbye(*unpack_goodbye(flags, payload)))
             case _:
                 self._receive_on_stream(kind, flags, self._known(stream_id), payload, events)
 

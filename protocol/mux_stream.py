@@ -141,6 +141,8 @@ class Goodbye:
     """The other side ends the connection, for this reason."""
 
     reason: str
+    evidence: bytes = b""
+    """That our identity is in use, if that is the reason."""
 
 
 Event: TypeAlias = Opened | Readable | Placed | Stopped | Reset | Pong | Retired | Goodbye
