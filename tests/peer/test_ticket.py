@@ -28,6 +28,10 @@ tickets = st.builds(
     st.lists(st.tuples(keys.map(PeerId), addresses), min_size=1, max_size=8).map(tuple),
     st.none() | keys,
     st.none() | st.floats(0, 1e12),
+).flatmap(
+    lambda ticket: st.builds(
+        attrs.evolve, st.just(ticket), key_number=st.integers(0, 2**32 - 1) if ticket.swarm_key else st.just(0)
+    )
 )
 
 
@@ -103,6 +107,12 @@ def test_garbage_with_a_right_checksum_is_refused(body, version):
     [
         fields(x=1),
         fields(r=RUN[:-1]),
+        fields(n=1),
+        fields(k=b"k" * 32, n=0),
+        fields(k=b"k" * 32, n=-1),
+        fields(k=b"k" * 32, n=2**32),
+        fields(k=b"k" * 32, n=True),
+        fields(k=b"k" * 32, n=1.0),
         fields(r="r" * 32),
         fields(b=[]),
         fields(b=[[bytes(PEER), "192.0.2.7", 7070]] * 9),
