@@ -41,24 +41,20 @@ def rotate_key(
     done when the founder is started next.
     """
     from peer.home import Home
-    from peer.rotation import MAX_EXCLUDED, order_rotation
+    from peer.rotation import order_rotation
 
     home = Home(options.path, create=False)
     manifest = _own_manifest(home)
     names = set(excluded or ())
     if home.identity.peer_id in names:
         raise typer.BadParameter("the founder cannot be excluded")
-    if len(names) > MAX_EXCLUDED:
-        raise typer.BadParameter(f"at most {MAX_EXCLUDED} peers can be excluded at a time")
     rotation = order_rotation(home, manifest.run_id, names)
     ticket = _fresh_ticket(home, rotation)
     if as_json:
         print(json.dumps({"number": rotation.number, "excluded": list(map(str, rotation.excluded)), "ticket": ticket}))
         return
     when = "from now on" if home.is_locked() else "when this peer is started next"
-    print(
-        f"the run goes by swarm key {rotation.number} {when}; tickets made before are of no use then", file=sys.stderr
-    )
+    print(f"the run goes by swarm key {rotation.number} {when}; earlier tickets are of no use then", file=sys.stderr)
     if ticket is not None:
         print(ticket)
 

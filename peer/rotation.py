@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from peer.home import Home, HomeError, write_atomically
 from protocol import wire
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, SettingsError
 from protocol.identity import SIGNATURE_SIZE, Identity, PeerId, verify
 from protocol.keyring import KEY_SIZE, Keyring
 from protocol.wire import message
@@ -161,7 +161,7 @@ def order_rotation(home: Home, run: bytes, excluded: Iterable[PeerId] = ()) -> K
 
     Raises:
         HomeError: A file of the home is damaged or cannot be written.
-        ValueError: More than `MAX_EXCLUDED` peers are excluded.
+        SettingsError: More than `MAX_EXCLUDED` peers are excluded.
     """
     stored, ordered = read_stored(home, run), read_order(home, run)
     number = max(stored.rotation.number if stored else 0, ordered.number if ordered else 0)
@@ -170,6 +170,8 @@ def order_rotation(home: Home, run: bytes, excluded: Iterable[PeerId] = ()) -> K
         names |= set(ordered.excluded)
     if stored is not None and stored.older is not None:
         names |= set(stored.rotation.excluded)
+    if len(names) > MAX_EXCLUDED:
+        raise SettingsError(f"at most {MAX_EXCLUDED} peers can be excluded at a time, and these are {len(names)}")
     rotation = KeyRotation.sign(home.identity, run, number + 1, secrets.token_bytes(KEY_SIZE), names)
     try:
         write_atomically(home.rotation, wire.encode(rotation))

@@ -35,7 +35,20 @@ from protocol.identity import Identity, PeerId
 from protocol.transport import Address
 
 TICKET = Ticket(bytes(32), ((PeerId(b"p" * 32), Address("192.0.2.7", 7070)),))
-COMMANDS = ["init", "start", "join", "status", "ticket", "sample", "demo", "serve", "doctor", "peers", "top", "rotate-key"]
+COMMANDS = [
+    "init",
+    "start",
+    "join",
+    "status",
+    "ticket",
+    "sample",
+    "demo",
+    "serve",
+    "doctor",
+    "peers",
+    "top",
+    "rotate-key",
+]
 
 
 class FakeDaemon:
