@@ -9,8 +9,10 @@ import trio
 
 from peer import keys
 from peer.events import EventLog
+from peer.finding import ManifestReply, ManifestRequest
 from peer.helper import HelperConfig, run_helper
 from peer.home import Home
+from peer.manifest import Manifest
 from peer.rotation import KeyRotation, KeyTaken, order_rotation, read_stored
 from peer.settings import MembershipSettings
 from protocol.endpoint import Endpoint
@@ -300,7 +302,7 @@ async def test_an_older_key_is_never_taken_again(autojump_clock, swarm, insider)
         swarm.leave(name)
 
 
-async def test_a_helper_that_was_named_gets_the_key(autojump_clock, swarm, nursery, tmp_path):
+async def test_a_helper_that_was_named_gets_the_key(autojump_clock, swarm, insider, nursery, tmp_path):
     with trio.fail_after(LIMIT):
         home, log = Home(tmp_path / "helper"), []
         contact = (home.identity.peer_id, Address("helper", 4000))
@@ -320,6 +322,18 @@ async def test_a_helper_that_was_named_gets_the_key(autojump_clock, swarm, nurse
         b = await swarm.start("b")
         await together([a, b])
         await a.until(lambda: any(e["peer"] == str(contact[0]) for e in a.events("connected")))
+        liar, endpoint = await insider("liar", old.swarm_key)
+        endpoint.learn(*contact)
+        forged = KeyRotation.sign(liar, old.run_id, 1, NEW)
+        manifests = [Manifest.create(swarm.settings, liar).dump(), "nonsense"]
+
+        async def lie(request, stream):
+            return ManifestReply(manifests.pop())
+
+        endpoint.handle(ManifestRequest, lie)
+        for _ in range(2):
+            with pytest.raises(RequestRefused, match="cannot be told"):
+                await endpoint.request(contact[0], forged, KeyTaken)
         rotation = rotate(swarm)
         await a.until(lambda: any(e["peer"] == str(contact[0]) for e in a.events("key_taken")))
         await retired([a, b], 0)
