@@ -34,6 +34,7 @@ from protocol.errors import (
 from protocol.handlers import Handlers
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
+from protocol.keyring import Keyring
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
 from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
@@ -57,7 +58,7 @@ class Endpoint:
     Args:
         identity: Who we are.
         transport: How others are reached.
-        psk: The run's swarm key (32 bytes), or None for a public run.
+        psk: The run's swarm key (32 bytes), or those that are good at a time, or None for a public run.
         limits: See `Limits`.
         announce: Where others are to connect to; None if that is to be found out.
         local_host: Our address on our own network, for others behind the same router.
@@ -70,7 +71,7 @@ class Endpoint:
         identity: Identity,
         transport: Transport,
         *,
-        psk: bytes | None = None,
+        psk: bytes | Keyring | None = None,
         limits: Limits | None = None,
         announce: Address | None = None,
         local_host: str | None = None,
@@ -191,6 +192,11 @@ class Endpoint:
         """How the connection to a peer goes; None if there is none."""
         link = self._links.get(peer)
         return None if link is None else link.connection.path
+
+    def swarm_key(self, peer: PeerId) -> bytes | None:
+        """The key that the connection to a peer was made with; None if there is none."""
+        link = self._links.get(peer)
+        return None if link is None else link.connection.channel.swarm_key
 
     @property
     def bytes_sent(self) -> int:
