@@ -15,6 +15,7 @@ import attrs
 import trio
 from attrs.validators import ge, gt, optional
 
+from protocol.budget import Account
 from protocol.channel import SecureChannel
 from protocol.errors import (
     PeerGone,
@@ -54,8 +55,8 @@ class Limits:
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
     window: int = attrs.field(default=1 << 23, validator=ge(1 << 16))
     """Bytes of one bulk stream that may be on their way or unread, at most: what a gigabit takes 60 ms for."""
-    max_buffered: int = attrs.field(default=1 << 26, validator=ge(0))
-    """Bytes that the windows of a connection's bulk streams add up to."""
+    max_buffered: int = attrs.field(default=1 << 28, validator=ge(0))
+    """Bytes that all connections together keep: windows of streams, parts of messages, answers that are not taken."""
     max_upload: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """Bytes of bulk data per second that all connections send together."""
     max_download: float | None = attrs.field(default=None, validator=optional(gt(0)))
@@ -85,6 +86,7 @@ class Connection:
         limits: See `Limits`.
         serve: Called in a task of its own for each stream that the peer opens, which is closed when it returns.
         ended: Called when the connection can no longer be used, which is a little before `run` returns.
+        memory: Its part of what all connections may keep.
         path: How it was made.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
@@ -98,6 +100,7 @@ class Connection:
         limits: Limits,
         serve: Callable[[Connection, Stream], Awaitable[None]],
         ended: Callable[[Connection], None],
+        memory: Account,
         path: Path = "direct",
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
@@ -119,7 +122,8 @@ class Connection:
         self._granting = trio.lowlevel.ParkingLot()
         self.mux = Mux(
             initiator=initiator,
-            limits=MuxLimits(limits.max_streams, _window(limits), limits.max_buffered),
+            limits=MuxLimits(limits.max_streams, _window(limits)),
+            memory=memory,
         )
         self._streams: dict[int, Stream] = {}
         self._serving = 0
@@ -167,6 +171,7 @@ class Connection:
                     self._writing.deadline = trio.current_time() + _FAREWELL
                     nursery.cancel_scope.cancel()
         finally:
+            self.mux.memory.close()
             with trio.CancelScope(shield=True):
                 await self.channel.aclose()
 

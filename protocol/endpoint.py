@@ -15,10 +15,11 @@ import trio
 
 from protocol import wire
 from protocol.book import AddressBook, Strikes
+from protocol.budget import Budget
 from protocol.channel import SecureChannel, handshake
 from protocol.connection import Connection, Limits
 from protocol.dialer import Route, first_to_answer
-from protocol.door import Door, Greeting
+from protocol.door import Door, Greeting, origin
 from protocol.errors import (
     AddressError,
     HandshakeError,
@@ -108,6 +109,7 @@ class Endpoint:
         self._puncher = Puncher(self._links, transport, locate=self._locate, port=self._port, meet=self._meet)
         self._dials: dict[PeerId | Address, _Dial] = {}
         self._door = Door(self._limits)
+        self._memory = Budget(self._limits.max_buffered, connections=self._limits.max_connections)
         self._book = AddressBook()
         self._strikes = Strikes()
         self._nursery: trio.Nursery | None = None
@@ -527,6 +529,7 @@ class Endpoint:
             limits=self._limits,
             serve=self._handlers.serve,
             ended=self._ended,
+            memory=self._memory.account(origin(channel.remote.host)),
             path=path,
             upload=None if relayed else self._upload,
             download=None if relayed else self._download,
