@@ -577,6 +577,7 @@ class Endpoint:
         # What comes over a relay may be the relay's fault.
         if isinstance(connection.failure, ProtocolError) and connection.path != "relayed":
             self._strikes.strike(connection.peer, trio.current_time())
+            self._door.misbehaved(connection.channel.remote.host, trio.current_time())
         self._links.ended(connection)
 
 
