@@ -40,6 +40,7 @@ _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so lon
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _WORK_AT_ONCE = 256
+_TASK = 1 << 14  # bytes of objects that serving a request takes, about
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -49,8 +50,9 @@ class Limits:
 
     max_connections: int = attrs.field(default=256, validator=ge(1))
     """Connections with others at a time."""
-    max_pending_handshakes: int = attrs.field(default=64, validator=ge(1))
-    """Incoming connections that have not yet proved who they are; a further one replaces the oldest."""
+    max_pending_handshakes: int = attrs.field(default=256, validator=ge(1))
+    """Incoming connections that have not yet proved who they are; a further one replaces the oldest. They cost little,
+    and how many addresses it takes to have each replaced before it is done depends on this."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
     window: int = attrs.field(default=1 << 23, validator=ge(1 << 16))
@@ -305,7 +307,8 @@ class Connection:
     def _accept(self, raw: MuxStream) -> None:
         stream = Stream(self, raw)
         # Tasks outlive the streams that the peer resets, so they are counted for themselves.
-        if self._serving >= 2 * self._limits.max_streams or self._nursery is None:
+        full = self._serving >= 2 * self._limits.max_streams
+        if self._nursery is None or full or not self.mux.memory.take(_TASK):
             stream.reset("busy", "too many requests at a time")
             return
         self._streams[raw.id] = stream
@@ -318,6 +321,7 @@ class Connection:
                 await self._serve(self, stream)
         finally:
             self._serving -= 1
+            self.mux.memory.give(_TASK)
 
     async def _write(self) -> None:
         budget = LARGEST_WRITE // 8
