@@ -16,6 +16,7 @@ from protocol.endpoint import Hello, Limits
 from protocol.errors import HandshakeError, PeerGone, PeerUnreachable, ShoalError
 from protocol.frames import Kind, pack
 from protocol.identity import Identity
+from protocol.punch import MAX_PROBES
 from protocol.transport import Address
 from protocol.wire import message
 
@@ -445,6 +446,28 @@ async def test_a_byte_a_second_in_a_message(start, network, nursery, autojump_cl
         await reset.wait()
     assert await works(node)
     nursery.cancel_scope.cancel()
+
+
+async def test_probes_of_one_address_leave_room_for_others(start, network, nursery, autojump_clock, works):
+    node = await start(1)
+    lasted = {}
+
+    async def probe(number, host):
+        hello = Hello(bytes(8), 0, 0, probe=True)
+        identity = Identity.from_seed(number.to_bytes(32, "big"))
+        channel = await knock(network, node.endpoint.address, identity, host=host, hello=hello)
+        began = trio.current_time()
+        await closed(channel)
+        lasted[number] = trio.current_time() - began
+
+    async with trio.open_nursery() as probing:
+        for number in range(80):
+            probing.start_soon(probe, number, "evil")
+        await trio.sleep(1)
+        probing.start_soon(probe, 100, "honest")
+    assert sum(seconds > 10 for seconds in lasted.values()) == MAX_PROBES // 4 + 1
+    assert lasted[100] > 10
+    assert node.endpoint._observer._served == {}
 
 
 # Scores.
