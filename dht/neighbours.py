@@ -161,7 +161,7 @@ class Neighbours:
 
     def _heard(self, peer: PeerId) -> None:
         known = self.table.entry(peer)
-        self.table.heard(self._contact(peer), trio.current_time())
+        self.table.heard(self._contact(peer), trio.current_time(), host=self._endpoint.host(peer))
         if known is not None and not known.alive:
             self.revived.set()
 

@@ -20,6 +20,8 @@ class DhtSettings:
     store: StoreLimits = attrs.field(factory=StoreLimits)
     rate: float = 50.0  # requests a second that one peer may make
     burst: int = 200
+    origin_rate: float = 500.0  # requests a second that all peers of one address may make
+    origin_burst: int = 2000
 
     request_timeout: float = 3.0  # with connecting
     slow_after: float = 1.0  # a lookup asks somebody else meanwhile

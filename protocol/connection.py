@@ -15,6 +15,7 @@ import attrs
 import trio
 from attrs.validators import ge, gt, optional
 
+from protocol.budget import Account
 from protocol.channel import SecureChannel
 from protocol.errors import (
     IdentityInUse,
@@ -40,6 +41,7 @@ _WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so lon
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _WORK_AT_ONCE = 256
+_TASK = 1 << 14  # bytes of objects that serving a request takes, about
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -49,14 +51,15 @@ class Limits:
 
     max_connections: int = attrs.field(default=256, validator=ge(1))
     """Connections with others at a time."""
-    max_pending_handshakes: int = attrs.field(default=64, validator=ge(1))
-    """Incoming connections that have not yet proved who they are; a further one replaces the oldest."""
+    max_pending_handshakes: int = attrs.field(default=256, validator=ge(1))
+    """Incoming connections that have not yet proved who they are; a further one replaces the oldest. They cost little,
+    and how many addresses it takes to have each replaced before it is done depends on this."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
     window: int = attrs.field(default=1 << 23, validator=ge(1 << 16))
     """Bytes of one bulk stream that may be on their way or unread, at most: what a gigabit takes 60 ms for."""
-    max_buffered: int = attrs.field(default=1 << 26, validator=ge(0))
-    """Bytes that the windows of a connection's bulk streams add up to."""
+    max_buffered: int = attrs.field(default=1 << 28, validator=ge(0))
+    """Bytes that all connections together keep: windows of streams, parts of messages, answers that are not taken."""
     max_upload: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """Bytes of bulk data per second that all connections send together."""
     max_download: float | None = attrs.field(default=None, validator=optional(gt(0)))
@@ -86,6 +89,7 @@ class Connection:
         limits: See `Limits`.
         serve: Called in a task of its own for each stream that the peer opens, which is closed when it returns.
         ended: Called when the connection can no longer be used, which is a little before `run` returns.
+        memory: Its part of what all connections may keep.
         path: How it was made.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
@@ -99,6 +103,7 @@ class Connection:
         limits: Limits,
         serve: Callable[[Connection, Stream], Awaitable[None]],
         ended: Callable[[Connection], None],
+        memory: Account,
         path: Path = "direct",
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
@@ -120,7 +125,8 @@ class Connection:
         self._granting = trio.lowlevel.ParkingLot()
         self.mux = Mux(
             initiator=initiator,
-            limits=MuxLimits(limits.max_streams, _window(limits), limits.max_buffered),
+            limits=MuxLimits(limits.max_streams, _window(limits)),
+            memory=memory,
         )
         self._streams: dict[int, Stream] = {}
         self._serving = 0
@@ -168,6 +174,7 @@ class Connection:
                     self._writing.deadline = trio.current_time() + _FAREWELL
                     nursery.cancel_scope.cancel()
         finally:
+            self.mux.memory.close()
             with trio.CancelScope(shield=True):
                 await self.channel.aclose()
 
@@ -305,7 +312,8 @@ class Connection:
     def _accept(self, raw: MuxStream) -> None:
         stream = Stream(self, raw)
         # Tasks outlive the streams that the peer resets, so they are counted for themselves.
-        if self._serving >= 2 * self._limits.max_streams or self._nursery is None:
+        full = self._serving >= 2 * self._limits.max_streams
+        if self._nursery is None or full or not self.mux.memory.take(_TASK):
             stream.reset("busy", "too many requests at a time")
             return
         self._streams[raw.id] = stream
@@ -318,6 +326,7 @@ class Connection:
                 await self._serve(self, stream)
         finally:
             self._serving -= 1
+            self.mux.memory.give(_TASK)
 
     async def _write(self) -> None:
         budget = LARGEST_WRITE // 8

@@ -15,10 +15,11 @@ import trio
 
 from protocol import wire
 from protocol.book import AddressBook, Strikes
+from protocol.budget import Budget
 from protocol.channel import SecureChannel, handshake
 from protocol.connection import Connection, Limits
 from protocol.dialer import Dial, Route, first_to_answer
-from protocol.door import Door, Greeting
+from protocol.door import Door, Greeting, origin
 from protocol.errors import (
     AddressError,
     HandshakeError,
@@ -101,6 +102,7 @@ class Endpoint:
         self._rivals = Rivals(identity, self._instance, self._links, self._limits.heartbeat)
         self._dials: dict[PeerId | Address, Dial] = {}
         self._door = Door(self._limits)
+        self._memory = Budget(self._limits.max_buffered, connections=self._limits.max_connections)
         self._book = AddressBook()
         self._strikes = Strikes()
         self._nursery: trio.Nursery | None = None
@@ -537,6 +539,7 @@ class Endpoint:
             limits=self._limits,
             serve=self._handlers.serve,
             ended=self._ended,
+            memory=self._memory.account(origin(channel.remote.host)),
             path=path,
             upload=None if relayed else self._upload,
             download=None if relayed else self._download,
@@ -590,6 +593,7 @@ class Endpoint:
         # What comes over a relay may be the relay's fault.
         if isinstance(connection.failure, ProtocolError) and connection.path != "relayed":
             self._strikes.strike(connection.peer, trio.current_time())
+            self._door.misbehaved(connection.channel.remote.host, trio.current_time())
         self._rivals.ended(connection)
         self._links.ended(connection)
 

@@ -7,8 +7,9 @@ Rules that everything here rests on:
    together with a header.
 2. Data needs credit. Each direction of a stream starts with `INITIAL_WINDOW` bytes; the receiver grants more when its
    reader has taken bytes out, in steps of half a window. Bulk streams get a larger window, once somebody reads raw
-   bytes from them, out of a budget that bounds all of the connection's buffers together; it grows for as long as the
-   reader has to wait for data. Nothing else needs credit, and everything else is bounded in number.
+   bytes from them; it grows for as long as the reader has to wait for data. Windows are taken out of the connection's
+   account, a part of one budget for all connections, and so are messages of ours that the other side does not take.
+   Nothing else needs credit, and everything else is bounded in number.
 3. What is sent next: urgent frames in order (opening, credit, resets, pings), then control streams, then bulk streams,
    each kind in turns. Data of one stream stays in order and its end follows it.
 4. Frames for a stream that is gone are ignored: they crossed our own reset. Frames for one that never was are an error.
@@ -23,6 +24,7 @@ from collections import deque
 
 import attrs
 
+from protocol.budget import Account
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import (
     BULK,
@@ -60,7 +62,7 @@ FIRST_WINDOW = 1 << 20
 
 _INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
 _TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
-_MAX_URGENT = 1 << 20  # bytes of replies for a peer that asks but does not read
+_MAX_URGENT = 1 << 17  # bytes of replies for a peer that asks but does not read
 _LAST_ID = 2**32 - 2
 
 
@@ -72,8 +74,6 @@ class MuxLimits:
     """Streams that the other side may have open."""
     window: int = 1 << 23
     """Bytes of a bulk stream that may be on their way or unread, at most."""
-    max_buffered: int = 1 << 26
-    """Bytes that the windows of all bulk streams add up to at most, beyond their initial ones."""
 
 
 @attrs.frozen
@@ -94,14 +94,15 @@ class Mux:
     Args:
         initiator: This side dialled.
         limits: Bounds on the other side.
+        memory: What buffers are taken from.
     """
 
-    def __init__(self, *, initiator: bool, limits: MuxLimits) -> None:
+    def __init__(self, *, initiator: bool, limits: MuxLimits, memory: Account) -> None:
         self._limits = limits
+        self.memory = memory
         self._streams: dict[int, MuxStream] = {}
         self._next_id = 1 if initiator else 2
         self._last_peer_id = 0 if initiator else -1  # theirs are the other parity
-        self._extra_left = limits.max_buffered
         self._urgent: deque[bytes] = deque()
         self._urgent_bytes = 0
         self._credits: dict[int, MuxStream] = {}
@@ -150,6 +151,7 @@ class Mux:
         if self._next_id > _LAST_ID or self.retired:
             raise Overloaded("no more streams can be opened on this connection")
         stream = self._streams[self._next_id] = MuxStream(self._next_id, bulk=bulk)
+        self.memory.overdraw(INITIAL_WINDOW)
         self._next_id += 2
         self._send_urgent(Kind.OPEN, BULK if bulk else 0, stream.id)
         return stream
@@ -164,11 +166,24 @@ class Mux:
             stream.pending += len(view)
             self._schedule(stream)
 
+    def keep(self, stream: MuxStream, size: int) -> bool:
+        """Makes sure that there is memory for a message that is written next, which nobody but us keeps.
+
+        Returns False if there is none: the other side opened the stream, and does not take what it asked for.
+        """
+        if self.is_ours(stream):
+            self.memory.overdraw(size)
+        elif not self.memory.take(size):
+            return False
+        stream._kept += size
+        return True
+
     def withdraw(self, stream: MuxStream) -> None:
         """Forgets what was written and not taken. The stream's data then has a hole: all that can follow is a reset."""
         stream.lost = stream.lost or stream.pending > 0
         stream._out.clear()
         stream.pending = 0
+        self._release_kept(stream, stream._kept)
 
     def finish(self, stream: MuxStream) -> None:
         """No more data from this side, once what is queued has been sent."""
@@ -182,11 +197,11 @@ class Mux:
             self._remove(stream)
             self._reset_id(stream.id, code, text)
         self.withdraw(stream)
-        _discard(stream)
+        self._discard(stream)
 
     def stop(self, stream: MuxStream) -> None:
         """Gives up reading: what arrived is dropped, and the other side is told to send no more."""
-        _discard(stream)
+        self._discard(stream)
         if not stream._peer_fin and stream.id in self._streams:
             self._send_urgent(Kind.STOP, 0, stream.id)
 
@@ -227,6 +242,7 @@ class Mux:
             else:
                 stream._chunks[0] = memoryview(chunk)[count:]
         stream.available -= filled
+        self._release_read(stream, filled)
         return filled
 
     def demote(self, stream: MuxStream) -> None:
@@ -358,7 +374,7 @@ class Mux:
                 code, text = unpack_reset(payload)
                 self._remove(stream)
                 self.withdraw(stream)
-                _discard(stream)
+                self._discard(stream)
                 events.append(Reset(stream, code, text))
             case Kind.STOP:
                 stream.stopped = True
@@ -376,7 +392,11 @@ class Mux:
         if self._count(stream_id) >= self._limits.max_streams:
             self._reset_id(stream_id, "busy", f"more than {self._limits.max_streams} streams")
             return
-        stream = self._streams[stream_id] = MuxStream(stream_id, bulk=bool(flags & BULK))
+        stream = MuxStream(stream_id, bulk=bool(flags & BULK))
+        if not self.memory.take(INITIAL_WINDOW):
+            self._reset_id(stream_id, "busy", "there is no memory for so many streams")
+            return
+        self._streams[stream_id] = stream
         events.append(Opened(stream))
 
     def _receive_body(self, record: bytes | memoryview, events: list[Event]) -> None:
@@ -424,20 +444,40 @@ class Mux:
 
     # Bookkeeping.
 
+    def is_ours(self, stream: MuxStream) -> bool:
+        """This side opened the stream."""
+        return stream.id % 2 == self._next_id % 2
+
     def _count(self, stream_id: int) -> int:
         """The streams that are open and were opened by the side that opened this one."""
         return sum(1 for other in self._streams if other % 2 == stream_id % 2)
 
     def _widen_by(self, stream: MuxStream, count: int) -> None:
-        more = max(0, min(count, self._limits.window - stream.window, self._extra_left))
-        self._extra_left -= more
+        more = self.memory.borrow(max(0, min(count, self._limits.window - stream.window)))
         stream._extra += more
         stream._owed += more
 
     def _remove(self, stream: MuxStream) -> None:
         del self._streams[stream.id]
         self._credits.pop(stream.id, None)
-        self._extra_left += stream._extra
+        self.memory.repay(stream._extra)
+        self.memory.give(INITIAL_WINDOW)
+        self.memory.overdraw(stream.available)  # until it has been read
+
+    def _discard(self, stream: MuxStream) -> None:
+        stream._discard = True
+        stream._chunks.clear()
+        self._release_read(stream, stream.available)
+        stream.available = 0
+
+    def _release_read(self, stream: MuxStream, count: int) -> None:
+        if self._streams.get(stream.id) is not stream:  # else the window goes on
+            self.memory.give(count)
+
+    def _release_kept(self, stream: MuxStream, count: int) -> None:
+        count = min(count, stream._kept)
+        stream._kept -= count
+        self.memory.give(count)
 
     def _remove_if_done(self, stream: MuxStream) -> None:
         if stream._fin_sent and stream._peer_fin and stream.id in self._streams:
@@ -498,6 +538,7 @@ class Mux:
                 stream._out[0] = head[count:]
         stream.pending -= len(piece)
         stream._credit -= len(piece)
+        self._release_kept(stream, len(piece))
         last = stream._fin and not stream._out
         if len(piece) < _INLINE:
             records.add(HEADER.pack(Kind.DATA, FIN * last, len(piece), stream.id), piece)
@@ -508,12 +549,6 @@ class Mux:
             stream._fin_sent = True
             self._remove_if_done(stream)
         return len(piece)
-
-
-def _discard(stream: MuxStream) -> None:
-    stream._discard = True
-    stream._chunks.clear()
-    stream.available = 0
 
 
 def _store(stream: MuxStream, data: Buffer) -> None:

@@ -24,6 +24,7 @@ class MuxStream:
         "_extra",
         "_fin",
         "_fin_sent",
+        "_kept",
         "_out",
         "_owed",
         "_peer_fin",
@@ -50,6 +51,7 @@ class MuxStream:
         self._credit = INITIAL_WINDOW  # what we may still send
         self._fin = False
         self._fin_sent = False
+        self._kept = 0  # bytes of messages among those written, for which memory was taken
         self._scheduled = False
         self._chunks: deque[Buffer] = deque()
         self._allowance = INITIAL_WINDOW  # what they may still send

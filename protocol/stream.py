@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeVar
 
 import trio
 
-from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
+from protocol.errors import Overloaded, ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
 from protocol.mux import Mux
@@ -96,6 +96,8 @@ class Stream:
             self._check_sendable()
             await self._until_pending(max(0, _SEND_BUFFER - len(data)))
             self._check_sendable()
+            if not self._mux.keep(self.raw, U32.size + len(data)):
+                raise self._no_memory()
             self._mux.write(self.raw, U32.pack(len(data)) + data)
             if last:
                 self._mux.finish(self.raw)
@@ -224,6 +226,8 @@ class Stream:
         elif not self.raw.at_end:
             self._mux.stop(self.raw)
         self._closed = True
+        self._mux.memory.give(len(self._partial))
+        self._partial = bytearray()
         self._connection.forget(self)
 
     def on_reset(self, event: Reset) -> None:
@@ -249,9 +253,11 @@ class Stream:
                 await self._until_readable(lambda: self._size is not None or len(self._partial) > 0)
                 # It grows by what has arrived: announcing a long message costs the other side nothing.
                 piece = bytearray(min(wanted - len(self._partial), self.raw.available))
+                self._hold(len(piece))
                 self._take(memoryview(piece))
                 self._partial += piece
             complete, self._partial = self._partial, bytearray()
+            self._mux.memory.give(len(complete))
             if self._size is not None:
                 self._size = None
                 return complete
@@ -259,6 +265,17 @@ class Stream:
             if not 0 < size <= MAX_MESSAGE:
                 self._violation(f"a message of {size} bytes was announced")
             self._size = size
+
+    def _hold(self, count: int) -> None:
+        """Takes memory for a part of a message: what is read makes room for more, and messages are long."""
+        if self._mux.is_ours(self.raw):
+            self._mux.memory.overdraw(count)
+        elif not self._mux.memory.take(count):
+            raise self._no_memory()
+
+    def _no_memory(self) -> Overloaded:
+        self.reset("busy", "there is no memory for this")
+        return Overloaded(f"too much is kept for {self.peer.short} and others already")
 
     def _take(self, view: memoryview) -> int:
         """Moves what is there to the view, and lets the peer send as much again."""

@@ -17,7 +17,7 @@ import trio
 from protocol.errors import AddressError, PeerGone, PeerUnreachable
 from protocol.transport import DIAL_TIMEOUT, Address, Buffer, LineState
 
-_BACKLOG = 128
+_BACKLOG = 1024  # a flood that we turn away quickly must not make the system turn away others first
 
 # Options, some of which exist on some systems only. A peer whose host vanished is noticed after about 10 s, whether we
 # were sending (user timeout, in milliseconds) or only waiting (keepalive, in seconds: 5 + 3 * 2). No more than the low

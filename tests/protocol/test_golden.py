@@ -17,6 +17,7 @@ from dht.ids import Contact
 from dht.records import Record
 from peer import membership, probe, rotation, sync
 from protocol import frames, hello, punch, reachability, relay, rivals, round_messages, wire
+from protocol.budget import Budget
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
 from protocol.mux import Mux, MuxLimits
@@ -229,7 +230,10 @@ def test_goodbyes_with_evidence():
 
 
 def test_a_conversation():
-    alice, bob = Mux(initiator=True, limits=MuxLimits()), Mux(initiator=False, limits=MuxLimits())
+    memory = Budget(1 << 24, connections=2)
+    alice, bob = (
+        Mux(initiator=initiator, limits=MuxLimits(), memory=memory.account("host")) for initiator in (True, False)
+    )
     stream = alice.open(bulk=True)
     alice.write(stream, b"\x00\x00\x00\x02hi")
     alice.ping(b"12345678")
