@@ -25,6 +25,8 @@ CAPACITY = 2**20
 """Bytes of one direction of a connection that are under way or unread, at most."""
 
 _SEGMENT = 2**16
+_SMALLEST_SEGMENT = 1400
+_SEGMENT_SECONDS = 0.1  # on slow links segments are shorter: bytes of theirs arrive all the time, too
 _BACKLOG = 128
 _EPHEMERAL_PORTS = range(49_152, 65_536)
 _WILDCARDS = ("0.0.0.0", "::")
@@ -235,7 +237,7 @@ class MemoryStream:
                 raise PeerGone(f"{self._remote} closed the connection")
             if not rest:
                 return
-            size = 0 if self._host.stalled else min(len(rest), _SEGMENT, self._outgoing.room)
+            size = 0 if self._host.stalled else min(len(rest), self._outgoing.segment, self._outgoing.room)
             if size:
                 self._outgoing.push(bytes(rest[:size]))
                 rest = rest[size:]
@@ -352,6 +354,12 @@ class _Pipe:
     @property
     def room(self) -> int:
         return CAPACITY - self._held
+
+    @property
+    def segment(self) -> int:
+        """Bytes that travel together, at most."""
+        bandwidth = self._network.link(self._source, self._target).bandwidth
+        return int(min(_SEGMENT, max(_SMALLEST_SEGMENT, _SEGMENT_SECONDS * bandwidth)))
 
     @property
     def next_arrival(self) -> float:
