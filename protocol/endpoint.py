@@ -18,7 +18,7 @@ from protocol.book import AddressBook, Strikes
 from protocol.budget import Budget
 from protocol.channel import SecureChannel, handshake
 from protocol.connection import Connection, Limits
-from protocol.dialer import Dial, Route, first_to_answer
+from protocol.dialer import Dial, Route, first_to_answer, path_of
 from protocol.door import Door, Greeting, origin
 from protocol.errors import (
     AddressError,
@@ -339,7 +339,8 @@ class Endpoint:
         number = self._dialled
 
         async def attempt(route: Route) -> SecureChannel:
-            channel = await self._shake_hands_with(route, expected, self._hello(number))
+            dialled = route if isinstance(route, Address) else None
+            channel = await self._shake_hands_with(route, expected, self._hello(number, seen=dialled))
             dial.answered = True
             return channel
 
@@ -348,7 +349,7 @@ class Endpoint:
             await channel.aclose()
             raise PeerUnreachable(f"{route} is this very peer")
         theirs = await self._theirs(channel)
-        path: Path = "direct" if isinstance(route, Address) else "relayed"
+        path = path_of(route, theirs.address if theirs.mapped else None)
         refusal = await self._register(channel, theirs, initiator=True, dial=number, path=path)
         if refusal is not None:
             raise PeerUnreachable(f"no connection to {channel.peer_id.short}: {refusal}")
@@ -411,7 +412,7 @@ class Endpoint:
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)
                     return
-                path: Path = "direct" if relayed is None else "relayed"
+                path = path_of(theirs.seen if relayed is None else relayed, self.mapped)
                 await self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
         except HandshakeError:
             pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
@@ -515,7 +516,9 @@ class Endpoint:
     def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
         port = self._port()
         local = None if port is None or self._local_host is None else Address(self._local_host, port)
-        hello = Hello(self._instance, dial, port or 0, self.advertised(), local, seen, self._relay.open, probe)
+        address = self.advertised()
+        mapped = address is not None and address == self.mapped
+        hello = Hello(self._instance, dial, port or 0, address, local, seen, self._relay.open, probe, mapped)
         return wire.encode(hello)
 
     async def _theirs(self, channel: SecureChannel) -> Hello:
