@@ -222,7 +222,7 @@ def test_frames():
 
 
 def test_goodbyes_with_evidence():
-    mux = Mux(initiator=True, limits=MuxLimits())
+    mux = Mux(initiator=True, limits=MuxLimits(), memory=Budget(1 << 24, connections=1).account("host"))
     mux.goodbye("bye", b"\x01" * 8 + b"\x02" * 64)
     assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
         golden("0a 01 004b 00000000 01*8 02*64 627965")
