@@ -1,6 +1,10 @@
 """Codecs: bits as a plain NumPy reference has them, bounds on size and error, strangers' bytes, error feedback."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from protocol.codecs import BLOCK, LARGEST, NAMES, SMALLEST, ErrorFeedback, NotFinite, make_codec
 from protocol.errors import ProtocolError
 
+ROOT = Path(__file__).resolve().parents[2]
 SCALED = ["int8", "int4", "e3m0"]
 LEVELS = {"int8": 127, "int4": 7, "e3m0": 1}
 F = np.float32
@@ -147,6 +152,43 @@ def test_format_is_fixed():
         "e3m0": "0000803f705f2c6007",
     }
     assert encoded("e3m0", torch.tensor([])) == b""
+
+
+PRINT_BYTES = """
+import sys, torch
+from protocol.codecs import NAMES, make_codec
+torch.set_num_threads(2)
+length = 65536 + 300
+values = torch.tensor(bytearray.fromhex(sys.stdin.read()), dtype=torch.uint8).view(torch.float32)
+for name in NAMES:
+    codec = make_codec(name)
+    for seed in (None, 3):
+        out = bytearray(codec.encoded_size(length))
+        codec.encode(values, out, seed=seed)
+        result = torch.ones(length)
+        codec.add(out, result, 0.3)
+        print(out.hex(), result.numpy().tobytes().hex())
+"""
+
+
+def test_bits_do_not_depend_on_the_instructions_that_the_processor_has():
+    values = vector(65536 + 300)
+    expected = []
+    for name in NAMES:
+        for seed in (None, 3):
+            data, result = encoded(name, values, seed), torch.ones(len(values))
+            make_codec(name).add(data, result, 0.3)
+            expected.append(f"{data.hex()} {result.numpy().tobytes().hex()}")
+    child = subprocess.run(
+        [sys.executable, "-c", PRINT_BYTES],
+        input=values.numpy().tobytes().hex(),
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    assert child.stdout.split("\n")[:-1] == expected
 
 
 # Sizes and chunks
