@@ -8,8 +8,8 @@ What it promises:
    said. Holders that had an older one, or none, are sent the newest for what is left of its life.
 3. `publish` keeps a record alive until it is replaced or withdrawn, also across churn: it is placed anew, among
    whoever is closest by then, three times in its life.
-4. No request waits longer than `request_timeout`, no lookup longer than `lookup_limit`; peers that do not answer cost
-   time, not results.
+4. No request waits longer than twice the `request_timeout`, no lookup longer than `lookup_limit`; peers that do not
+   answer cost time, not results.
 5. A peer that contacts us, or that we connect to, is asked whether it answers, and is in the table from then on.
 """
 

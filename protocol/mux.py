@@ -294,6 +294,11 @@ class Mux:
         records.flush()
         return Batch(records.records, taken, list(progressed.values()))
 
+    def settle(self, stream: MuxStream) -> None:
+        """Lets the other side send as many bytes as were read, however few these are."""
+        if stream._owed and not stream._peer_fin and stream.id in self._streams:
+            self._credits[stream.id] = stream
+
     # What the other side does.
 
     def place(self, size: int) -> memoryview | None:

@@ -77,6 +77,11 @@ class MuxStream:
         return bool(self._out) and self._credit <= 0
 
     @property
+    def allowance(self) -> int:
+        """Bytes that the other side may send now."""
+        return self._allowance
+
+    @property
     def window(self) -> int:
         """Bytes that the other side may send before somebody reads."""
         return INITIAL_WINDOW + self._extra

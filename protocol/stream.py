@@ -13,6 +13,7 @@ import trio
 from protocol.errors import Overloaded, ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
+from protocol.liveness import Progress
 from protocol.mux import Mux
 from protocol.mux_stream import INITIAL_WINDOW, MuxStream, Reset
 from protocol.transport import Path
@@ -20,8 +21,10 @@ from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
 _T = TypeVar("_T")
 
+_SETTLE = 10.0  # seconds after which credit is given for what was read: on a slow link half a window takes minutes
 _SEND_BUFFER = 1 << 16  # bytes of messages that a stream queues before its sender has to wait
-_STALL = 60.0  # seconds in which a peer that we send data to has to take at least an initial window of it
+STALL = 60.0
+"""Seconds in which a peer that could has to take, or send, at least `INITIAL_WINDOW` bytes of what is waited for."""
 
 
 class Carrier(Protocol):
@@ -71,6 +74,10 @@ class Stream:
         self._closed = False
         self._busy: set[str] = set()
         self._patient_until = 0  # the sender waits for no more than this to be pending
+        self._sending = Progress(INITIAL_WINDOW, STALL)
+        self._receiving = Progress(INITIAL_WINDOW, STALL)
+        self._expected = 0  # raw bytes that the receiver waits for
+        self._settled_at = -math.inf
         # A message being received: kept here so that a cancelled receive loses nothing.
         self._partial = bytearray()
         self._size: int | None = None  # once its length has arrived
@@ -162,6 +169,7 @@ class Stream:
 
         Raises:
             StreamEnded: If the other side finished before the first of them.
+            StreamReset: Also if it may send and hardly does, for `STALL` seconds.
             ProtocolError: If it finished in the middle. The connection ends.
         """
         view = memoryview(buffer)
@@ -175,11 +183,14 @@ class Stream:
             self._connection.kick()
             raw = self.raw
             raw.wanted = view.cast("B")
+            self._expected = view.nbytes
+            self._receiving.begin(trio.current_time(), 0)
             try:
                 while raw.wanted:
                     await self._until_readable(lambda: len(raw.wanted or b"") < view.nbytes)
                     raw.wanted = raw.wanted[self._take(raw.wanted) :]
             finally:
+                self._receiving.end()
                 missing, raw.wanted = len(raw.wanted or b""), None
                 if 0 < missing < view.nbytes:
                     self.reset()
@@ -246,6 +257,38 @@ class Stream:
         if self.raw.pending <= self._patient_until:
             self._writable.unpark_all()
 
+    def look(self, now: float, stopped: float) -> None:
+        """Gives up the stream if it does not move and the peer is the one to move it. For the connection, now and then.
+
+        Args:
+            now: The time.
+            stopped: Seconds since the last look in which this very process was stopped.
+        """
+        raw = self.raw
+        if now >= self._settled_at + _SETTLE:
+            self._settled_at = now
+            self._mux.settle(raw)
+            self._connection.kick()
+        self._sending.excuse(stopped)
+        self._receiving.excuse(stopped)
+        if self._sending.running:
+            if not raw.starved:
+                self._sending.begin(now, -raw.pending)
+            elif self._sending.stuck(now, -raw.pending):
+                self._give_up("took")
+        if self._receiving.running:
+            received = self._expected - len(raw.wanted or b"")
+            if raw.allowance <= 0:  # it is for us to grant more
+                self._receiving.begin(now, received)
+            elif self._receiving.stuck(now, received):
+                self._give_up("sent")
+
+    def _give_up(self, what: str) -> None:
+        if self._reset is None:
+            reason = f"{self.peer.short} {what} hardly anything for {STALL:g} s"
+            self._reset = Reset(self.raw, "", reason)
+            self.reset("", "too slow")
+
     async def _receive_message(self) -> bytearray:
         while True:
             wanted = U32.size if self._size is None else self._size
@@ -301,15 +344,13 @@ class Stream:
     async def _until_pending(self, most: int) -> None:
         """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
         self._patient_until = most
-        while self.raw.pending > most:
-            before = self.raw.pending
-            with trio.move_on_after(_STALL) as patience:
-                while self.raw.pending > most:
-                    self._check_sendable()
-                    await self._writable.park()
-            if patience.cancelled_caught and self.raw.starved and before - self.raw.pending < INITIAL_WINDOW:
-                self.reset("", "too slow")
-                raise StreamReset(f"{self.peer.short} took hardly anything for {_STALL:g} s")
+        self._sending.begin(trio.current_time(), -self.raw.pending)
+        try:
+            while self.raw.pending > most:
+                self._check_sendable()
+                await self._writable.park()
+        finally:
+            self._sending.end()
 
     def _check_sendable(self) -> None:
         if self._reset is not None:

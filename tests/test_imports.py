@@ -21,6 +21,7 @@ SHELLS = {
     "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
+    "protocol/introduction.py",
     "protocol/leadership.py",
     "protocol/links.py",
     "protocol/member.py",

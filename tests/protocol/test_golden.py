@@ -45,10 +45,10 @@ PLAN = Plan(
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
-    hello.Hello(b"\x01" * 8, 2, 7070): "99 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c0 c2 c2",
-    hello.Hello(b"\x01" * 8, 2, 7070, HOME, OFFICE, HOME, True, True): (
-        "99 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e ae3139322e302e322e373a37303730 "
-        "b25b323030313a6462383a3a375d3a37303731 ae3139322e302e322e373a37303730 c3 c3"
+    hello.Hello(b"\x01" * 8, 2, 7070): "9a ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c0 c2 c2 c2",
+    hello.Hello(b"\x01" * 8, 2, 7070, HOME, OFFICE, HOME, True, True, True): (
+        "9a ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e ae3139322e302e322e373a37303730 "
+        "b25b323030313a6462383a3a375d3a37303731 ae3139322e302e322e373a37303730 c3 c3 c3"
     ),
     punch.Offer(HOME): "92 ab70756e63682e6f66666572 ae3139322e302e322e373a37303730",
     punch.Answer(OFFICE): "92 ac70756e63682e616e73776572 b25b323030313a6462383a3a375d3a37303731",
@@ -222,7 +222,7 @@ def test_frames():
 
 
 def test_goodbyes_with_evidence():
-    mux = Mux(initiator=True, limits=MuxLimits())
+    mux = Mux(initiator=True, limits=MuxLimits(), memory=Budget(1 << 24, connections=1).account("host"))
     mux.goodbye("bye", b"\x01" * 8 + b"\x02" * 64)
     assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
         golden("0a 01 004b 00000000 01*8 02*64 627965")

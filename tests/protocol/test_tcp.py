@@ -93,7 +93,7 @@ async def test_options_are_set_on_both_ends():
                 assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 if hasattr(socket, "TCP_USER_TIMEOUT"):
-                    assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+                    assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 40_000
 
 
 async def test_a_reset_connection():
