@@ -68,6 +68,10 @@ class Source:
     members: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     weights: Annotated[tuple[Weight, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
 
+    def __attrs_post_init__(self) -> None:
+        if len(self.weights) != len(self.members):
+            raise ValueError("a source has one weight for each member")
+
 
 @attrs.frozen
 class Salvaged:
@@ -111,8 +115,6 @@ def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]
         if part.source >= len(plan.sources) or not places.issuperset(part.holders):
             raise ValueError("a salvaged part has a source, and members that hold it")
         position = part.stop
-    if any(len(source.members) != len(source.weights) for source in plan.sources):
-        raise ValueError("a source has one weight for each member")
 
 
 @attrs.frozen

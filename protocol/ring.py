@@ -7,8 +7,8 @@ stores what it receives (all-gather). What is received in one step is exactly wh
 sends its own block and then forwards, piece by piece, all that comes in, except for the last step's. (Patarasuk and
 Yuan 2009, "Bandwidth optimal all-reduce algorithms".)
 
-Parts that an earlier attempt has reduced belong to no block. They travel with the all-gather: from each member that holds
-one to the right, until the next member that holds it.
+Parts that an earlier attempt has reduced belong to no block. They travel with the all-gather: from each member that
+holds one to the right, until the next member that holds it.
 
 Invariants:
 - Every block is summed once, along one chain, and its final bytes are passed on verbatim: all members end with
@@ -152,10 +152,12 @@ class Ring:
         if missing(plan, place, () if previous is None else previous.holdings()):
             raise ValueError("the plan relies on parts that this member does not hold")
         schedule = Schedule(plan, piece=piece)
-        self._plan = plan
+        self.plan = plan
         self._kept = [(part.source, (part.start, part.stop)) for part in plan.salvaged if place in part.holders]
         self._free = schedule.free
-        self._buffer = torch.empty(plan.length, dtype=torch.float32) if previous is None else previous._buffer
+        self._buffer: torch.Tensor = (
+            torch.empty(plan.length, dtype=torch.float32) if previous is None else previous._buffer
+        )
         for start, stop in self._free:
             _scale(values[start:stop], plan.shares[place], out=self._buffer[start:stop])
         self._bytes = _byte_view(self._buffer)
@@ -224,9 +226,9 @@ class Ring:
             spans[None] = list(self._free)
         for segment in self._receives[self._summed : self.received]:
             spans.setdefault(segment.source, []).append((segment.start, segment.stop))
-        own = Source(self._plan.id, self._plan.members, self._plan.weights)
+        own = Source(self.plan.id, self.plan.members, self.plan.weights)
         return tuple(
-            Holding(own if source is None else self._plan.sources[source], merged(bounds))
+            Holding(own if source is None else self.plan.sources[source], merged(bounds))
             for source, bounds in spans.items()
         )
 
@@ -264,7 +266,7 @@ def reference(
         earlier: The plans that it salvages from, by id.
     """
     size = len(plan.members)
-    scaled = [torch.empty(plan.length) for _ in plan.members]
+    scaled = [torch.empty(plan.length, dtype=torch.float32) for _ in plan.members]
     for peer, share, out in zip(plan.members, plan.shares, scaled, strict=True):
         _scale(inputs[peer], share, out=out)
     mean = torch.empty(plan.length, dtype=torch.float32)

@@ -15,7 +15,7 @@ import attrs
 from msgspec import Meta
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_SALVAGED, Length, Plan, Salvaged, Source
+from protocol.plan import MAX_SALVAGED, MAX_WEIGHT, Length, Plan, Salvaged, Source
 
 MAX_SPANS = 256
 """Most parts that a member says it holds of one plan. There is about one for each member."""
@@ -68,7 +68,10 @@ def missing(plan: Plan, place: int, holdings: Iterable[Holding]) -> bool:
 
 
 def salvage(
-    members: Sequence[PeerId], holdings: Mapping[PeerId, Collection[Holding]], length: int
+    members: Sequence[PeerId],
+    holdings: Mapping[PeerId, Collection[Holding]],
+    length: int,
+    max_weight: float = MAX_WEIGHT,
 ) -> tuple[tuple[Source, ...], tuple[Salvaged, ...]]:
     """What a plan of these members can take over: of each element, the bytes that most of them hold.
 
@@ -76,6 +79,7 @@ def salvage(
         members: In the order of the plan.
         holdings: What they say they hold; unknown members count as holding nothing.
         length: Elements of the vector.
+        max_weight: A source in which anybody's values count more is not believed.
 
     Returns:
         `Plan.sources` and `Plan.salvaged`.
@@ -85,8 +89,8 @@ def salvage(
     for place, peer in enumerate(members):
         for holding in holdings.get(peer, ()):
             source = sources.setdefault(holding.source.plan, holding.source)
-            if source != holding.source:
-                continue  # somebody lies; the first one is believed
+            if source != holding.source or max(source.weights) > max_weight:
+                continue  # somebody lies: of two stories about one plan, the first is believed
             for span in holding.spans:
                 if span.start < span.stop <= length:
                     events[span.start].append((True, source.plan, place))

@@ -8,7 +8,7 @@ import pytest
 from protocol.coordinator import Aborted, Announce, Candidate, Coordinator, RoundTimes, Send, View
 from protocol.identity import PeerId
 from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, coordinators
-from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
+from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
 
 RUN = bytes(32)
 PEERS = [PeerId(bytes([number]) * 32) for number in range(1, 6)]
@@ -25,6 +25,8 @@ class Table:
         self.live, self.base, self.arriving, self.patience = set(live), BASE, set(), 0.0
         self.now = 100.0
         self.log = []
+        self.holdings = {}  # what members say when they are told to halt
+        self.silent = set()  # members that say nothing then
 
     def poll(self, *, leading=True):
         view = View(
@@ -37,7 +39,10 @@ class Table:
         )
         actions = self.core.poll(self.now, view)
         self.log += actions
-        return actions
+        halting = {peer: halt.ballot for peer, halt in sent(actions, Halt).items() if peer not in self.silent}
+        for peer, ballot in halting.items():
+            self.core.halted(peer, ballot, self.holdings.get(peer, ()))
+        return actions + self.poll(leading=leading) if halting else actions
 
     def ready(self, *peers, weight=1.0, length=4, base=BASE, tried=(), heard=NO_BALLOT):
         for peer in peers:
