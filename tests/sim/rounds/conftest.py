@@ -68,7 +68,7 @@ class Peer:
             RUN,
             settings=swarm.times,
             roster=self,
-            report=self.events.append,
+            report=self._report,
         )
         self._begin, self.rounds._begin = self.rounds._begin, self._note
         self.revision = 0
@@ -218,6 +218,15 @@ class Peer:
     def _move(self) -> None:
         self.moved.set()
         self.moved = trio.Event()
+
+    def _report(self, event: RoundEvent) -> None:
+        self.events.append(event)
+        self._move()
+
+    async def enter(self, revision: int) -> None:
+        """Waits until this peer takes part in an attempt at a revision."""
+        while not any(event.event == "round_started" and event.round == revision for event in self.events):
+            await self.moved.wait()
 
     async def reach(self, revision: int) -> None:
         while self.revision < revision:
