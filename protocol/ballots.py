@@ -20,7 +20,7 @@ from collections.abc import Collection
 import attrs
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_WEIGHT, NO_BALLOT, Ballot, Plan
+from protocol.plan import MAX_BLOCK, MAX_WEIGHT, NO_BALLOT, Ballot, Operation, Plan
 from protocol.salvage import Holding, missing
 
 
@@ -42,8 +42,23 @@ class Offer:
     base: bytes
     weight: float
     length: int
+    operation: Operation = "reduce"
     max_weight: float = MAX_WEIGHT
     """The most that anybody's values may count."""
+    max_block: int = MAX_BLOCK
+    """The most bytes that anybody's block may have in a gather."""
+
+    def misfit(self, plan: Plan) -> str | None:
+        """Why the plan, or the result of a plan, is not for what we bring; None if it is."""
+        if plan.operation != self.operation:
+            return f"the plan is for another operation: {plan.operation}"
+        if self.operation != "gather" and plan.length != self.length:
+            return "the plan is for vectors of another length"
+        if max(plan.sizes, default=0) > self.max_block:
+            return "the plan gives somebody a block beyond the limit"
+        if plan.heaviest > self.max_weight:
+            return "the plan gives somebody a weight beyond the limit"
+        return None
 
 
 class Acceptor:
@@ -105,15 +120,15 @@ class Acceptor:
             return "a higher ballot has been accepted"
         if plan.base != offer.base:
             return "the plan builds on another state"
-        if plan.length != offer.length:
-            return "the plan is for vectors of another length"
+        if (misfit := offer.misfit(plan)) is not None:
+            return misfit
         if self._peer not in plan.members:
             return "the plan does not include this peer"
         place = plan.members.index(self._peer)
         if plan.weights[place] != offer.weight:
             return "the plan gives this peer another weight"
+        if plan.operation == "gather" and plan.sizes[place] != offer.length:
+            return "the plan gives this peer's block another size"
         if missing(plan, place, holdings):
             return "the plan relies on parts that this peer does not hold"
-        if plan.heaviest > offer.max_weight:
-            return "the plan gives somebody a weight beyond the limit"
         return None

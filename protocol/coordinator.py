@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import attrs
 from attrs.validators import ge, gt
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, MAX_WEIGHT, NO_DIGEST, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, MAX_WEIGHT, NO_DIGEST, Ballot, Operation, Plan, coordinators, load
 from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
 from protocol.salvage import Holding, salvage
 from protocol.transport import Address
@@ -71,6 +71,12 @@ class Candidate:
     tried: frozenset[PeerId]
     holdings: tuple[Holding, ...] = ()
     """What it has of attempts that failed."""
+    operation: Operation = "reduce"
+
+    @property
+    def kind(self) -> _Kind:
+        """Those of one kind can be in one plan."""
+        return self.operation, 0 if self.operation == "gather" else self.length
 
 
 @attrs.frozen
@@ -115,7 +121,8 @@ class Aborted:
 
 Action = Send | Announce | Aborted
 Answer = Literal["asked", "noted", "late", "led", "gone"]
-_T = TypeVar("_T", int, bytes)
+_Kind: TypeAlias = tuple[Operation, int]  # and the length, if it has to be the same
+_T = TypeVar("_T", _Kind, bytes)
 
 
 @attrs.frozen
@@ -297,7 +304,7 @@ class Coordinator:
         """Seconds that the window stays open beyond the grace time for those who cannot be quicker."""
         answers = {self._answers.get(peer) for peer in awaited}
         if "led" in answers:
-            return self._times.attempt(self._length(fit), len(view.expected))
+            return self._times.attempt(load(*_total(fit)), len(view.expected))
         late = "late" in answers or (self._peer in awaited and view.base is None)
         return view.patience if late else 0.0
 
@@ -311,14 +318,11 @@ class Coordinator:
             if candidate.base != base:
                 self._dismiss(peer, Forked(base))
         fit = {peer: candidate for peer, candidate in self._candidates.items() if peer not in self._blamed}
-        length = self._length(fit)
-        return {peer: candidate for peer, candidate in fit.items() if candidate.length == length}
-
-    def _length(self, fit: dict[PeerId, Candidate]) -> int:
-        """Our own length if we are ready, else what most have."""
-        if self._peer in fit:
-            return fit[self._peer].length
-        return _most_common(candidate.length for candidate in fit.values()) if fit else 0
+        if not fit:
+            return {}
+        # Our own kind if we are ready, else what most have.
+        kind = fit[self._peer].kind if self._peer in fit else _most_common(c.kind for c in fit.values())
+        return {peer: candidate for peer, candidate in fit.items() if candidate.kind == kind}
 
     def _propose(self, now: float, view: View) -> None:
         previous = self.plan
@@ -328,8 +332,8 @@ class Coordinator:
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
         members = coordinators(self._run, self._revision, fit, tag=self._tag)
-        length = self._length(fit)
-        holdings = {peer: fit[peer].holdings for peer in members}
+        operation, length = _total(fit)
+        holdings = {peer: fit[peer].holdings for peer in members if operation == "reduce"}
         sources, salvaged = salvage(members, holdings, length, self._max_weight)
         self._heard += 1
         plan = Plan(
@@ -345,12 +349,12 @@ class Coordinator:
             length=length,
             sources=sources,
             salvaged=salvaged,
+            operation=operation,
+            sizes=tuple(fit[peer].length for peer in members) if operation == "gather" else (),
         )
         self.plan = plan
         # Members notice stalls first; the limit is for those who notice nothing.
-        self._begin_attempt(
-            now + self._times.attempt(plan.length, len(members)) + self._times.stall + self._times.settle
-        )
+        self._begin_attempt(now + self._times.attempt(plan.load, len(members)) + self._times.stall + self._times.settle)
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
             # Whoever accepts keeps nothing that the plan does not salvage.
@@ -463,6 +467,12 @@ class Coordinator:
     def _dismiss(self, peer: PeerId, message: Message) -> None:
         self._candidates.pop(peer, None)
         self._actions.append(Send(peer, message))
+
+
+def _total(fit: dict[PeerId, Candidate]) -> _Kind:
+    """What the candidates of one kind do together, and the length of that."""
+    operation, length = next(iter(fit.values())).kind
+    return operation, sum(c.length for c in fit.values()) if operation == "gather" else length
 
 
 def _most_common(values: Iterable[_T]) -> _T:

@@ -7,7 +7,7 @@ pick the same one (see `links`) and retire the other, which still carries the co
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
@@ -32,7 +32,7 @@ from protocol.errors import (
     ShoalError,
     WrongPeer,
 )
-from protocol.handlers import Handlers
+from protocol.handlers import Handler, Handlers
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
 from protocol.introduction import Introductions, theirs_of
@@ -124,6 +124,16 @@ class Endpoint:
             ValueError: If there is a handler for the type's name already.
         """
         self._handlers.add(message_type, handler)
+
+    def serving(self, run: bytes, tag: str, handlers: Mapping[type, Handler]) -> AbstractContextManager[None]:
+        """Within the block, serves the requests whose `run` and `tag` are these, as `handle` does.
+
+        They come before a handler for all requests of the type. Where there is none, other runs are refused.
+
+        Raises:
+            ValueError: If this run and tag are served already.
+        """
+        return self._handlers.serving(run, tag, handlers)
 
     async def run(
         self, listen: Address | None, *, task_status: trio.TaskStatus[Address | None] = trio.TASK_STATUS_IGNORED

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from protocol import wire
@@ -23,6 +24,7 @@ class Handlers:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
+        self._runs: dict[tuple[bytes, str], dict[str, Handler]] = {}  # by run and tag
         self._types: dict[str, type] = {}
 
     def add(self, message_type: type, handler: Handler) -> None:
@@ -32,6 +34,18 @@ class Handlers:
             raise ValueError(f"there is a handler for {name} already")
         self._handlers[name] = handler
         self._types[name] = message_type
+
+    @contextmanager
+    def serving(self, run: bytes, tag: str, handlers: Mapping[type, Handler]) -> Iterator[None]:
+        """Serves the requests of one run and tag, see `Endpoint.serving`."""
+        if (run, tag) in self._runs:
+            raise ValueError(f"this run is served already, with tag {tag!r}")
+        self._runs[run, tag] = {wire.name_of(kind): handler for kind, handler in handlers.items()}
+        self._types.update({wire.name_of(kind): kind for kind in handlers})
+        try:
+            yield
+        finally:
+            del self._runs[run, tag]
 
     async def serve(self, connection: Connection, stream: Stream) -> None:
         """Reads the request of a stream that the peer opened, and has it handled."""
@@ -55,7 +69,12 @@ class Handlers:
             request: Message = wire.decode(data, self._types)
         except wire.UnknownMessage as error:
             raise RequestRefused(str(error), code="unknown_type") from None
-        return self._handlers[wire.name_of(type(request))], request
+        name = wire.name_of(type(request))
+        of_run = self._runs.get((getattr(request, "run", b""), getattr(request, "tag", "")), {})
+        handler = of_run.get(name) or self._handlers.get(name)
+        if handler is None:
+            raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+        return handler, request
 
 
 def _answer_with_errors(connection: Connection, stream: Stream, group: BaseExceptionGroup[ShoalError]) -> None:

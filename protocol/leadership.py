@@ -224,7 +224,8 @@ class Leadership:
         previous, self._sessions[peer] = self._sessions.get(peer), session
         if previous is not None:
             previous.end()
-        candidate = Candidate(ready.weight, ready.length, ready.base, frozenset(ready.tried), ready.holdings)
+        tried = frozenset(ready.tried)
+        candidate = Candidate(ready.weight, ready.length, ready.base, tried, ready.holdings, ready.operation)
         self.coordinator.ready(peer, candidate, ready.ballot)
         self.wake()
         try:

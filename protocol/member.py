@@ -14,6 +14,7 @@ import attrs
 import torch
 import trio
 
+from protocol.attempt import Attempt
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
@@ -36,7 +37,6 @@ from protocol.round_messages import (
 )
 from protocol.salvage import Holding
 from protocol.sessions import Line
-from protocol.transfer import Transfer
 from protocol.wire import Message
 
 
@@ -59,7 +59,7 @@ class Work:
     attempts: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    last: Transfer | None = None
+    last: Attempt | None = None
     """The last attempt that was given up."""
 
     @property
@@ -67,7 +67,7 @@ class Work:
         """What is reduced here by the attempts that were given up."""
         return () if self.last is None else self.last.holdings()
 
-    def count(self, transfer: Transfer) -> None:
+    def count(self, transfer: Attempt) -> None:
         self.bytes_sent += transfer.bytes_sent
         self.bytes_received += transfer.bytes_received
 
@@ -93,7 +93,7 @@ class Member:
         acceptor: Acceptor,
         times: RoundTimes,
         *,
-        begin: Callable[[Plan], Transfer],
+        begin: Callable[[Plan], Attempt],
         fetch: Callable[[PeerId], Awaitable[Reduced | None]],
         keep: Callable[[Reduced], None],
         report: Callable[[Plan, str | None], None],
@@ -102,7 +102,7 @@ class Member:
         self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
         self._begin, self._fetch, self._keep, self._report = begin, fetch, keep, report
         self._patience = patience
-        self._transfer: Transfer | None = None
+        self._transfer: Attempt | None = None
         self._reduced: Reduced | None = None
         self._error: ShoalError | None = None
         self._sending = trio.Lock()
@@ -193,7 +193,7 @@ class Member:
         self._acceptor.adopt(reduced.plan)
         await self._conclude(reduced)
 
-    async def _watch(self, transfer: Transfer) -> None:
+    async def _watch(self, transfer: Attempt) -> None:
         """Waits for the end of one attempt and tells the coordinator."""
         await transfer.settled.wait()
         plan = transfer.plan

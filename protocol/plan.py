@@ -10,7 +10,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Collection, Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import attrs
 from msgspec import Meta
@@ -27,7 +27,10 @@ MAX_ATTEMPT = 2**20
 MAX_SALVAGED = 2**10
 """Most parts that a plan takes over from earlier ones."""
 
-MAX_LENGTH = 2**40
+MAX_LENGTH = 2**42
+MAX_BLOCK = 2**30
+"""Most bytes of one member's block in a gather, unless a smaller bound is set."""
+
 MAX_WEIGHT = 1e15
 
 NO_DIGEST = bytes(32)
@@ -40,6 +43,13 @@ Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Rank = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
 Weight = Annotated[float, Meta(ge=0, le=MAX_WEIGHT)]
 Length = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
+Operation: TypeAlias = Literal["reduce", "gather", "exchange"]
+"""What a round does with what its members bring:
+
+- `reduce`: the weighted mean of vectors of one length, at all;
+- `gather`: each member's block of bytes, of whatever size, at all. Who has weight 0 brings none;
+- `exchange`: nothing but the plan itself. By its id the members are matched in pairs, which swap their vectors.
+"""
 
 
 @attrs.frozen(order=True)
@@ -117,6 +127,16 @@ def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]
         position = part.stop
 
 
+def _check_sizes(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], sizes: tuple[int, ...]) -> None:
+    if plan.operation != "reduce" and plan.salvaged:
+        raise ValueError("only what is reduced can be salvaged")
+    if plan.operation != "gather":
+        if sizes:
+            raise ValueError("only a gather has sizes")
+    elif len(sizes) != len(plan.members) or sum(sizes) != plan.length:
+        raise ValueError("a gather has one size for each member, and they add up to its length")
+
+
 @attrs.frozen
 class Plan:
     """Who makes one revision of a run's state, and how. Fixed by the coordinator, the same for all members.
@@ -139,7 +159,7 @@ class Plan:
     weights: Annotated[tuple[Weight, ...], Meta(max_length=MAX_MEMBERS)] = attrs.field(validator=_check_weights)
     """What each member's values count, in the order of `members`."""
     length: Length
-    """Number of fp32 elements of each member's vector."""
+    """Number of fp32 elements of each member's vector; of a gather, bytes of all blocks together."""
     base: Hash = NO_DIGEST
     """Digest of the state that the inputs belong to."""
     tag: Tag = ""
@@ -150,6 +170,9 @@ class Plan:
         default=(), validator=_check_salvaged
     )
     """What is left of earlier attempts, in order. The rest of the vector is reduced."""
+    operation: Operation = "reduce"
+    sizes: Annotated[tuple[Length, ...], Meta(max_length=MAX_MEMBERS)] = attrs.field(default=(), validator=_check_sizes)
+    """Of a gather: bytes of each member's block, in the order of `members`."""
 
     @property
     def ballot(self) -> Ballot:
@@ -158,7 +181,7 @@ class Plan:
     @property
     def id(self) -> bytes:
         """SHA-256 over every field in fixed-width big-endian form; 32 bytes."""
-        tag, codec = self.tag.encode(), self.codec.encode()
+        tag, codec, operation = self.tag.encode(), self.codec.encode(), self.operation.encode()
         digest = hashlib.sha256(b"shoal-plan-v1")
         digest.update(self.run + struct.pack(">H", len(tag)) + tag)
         digest.update(struct.pack(">Q", self.revision) + self.base)
@@ -166,6 +189,8 @@ class Plan:
         digest.update(struct.pack(">I", len(self.members)) + b"".join(self.members))
         digest.update(struct.pack(f">{len(self.weights)}d", *(weight + 0.0 for weight in self.weights)))
         digest.update(struct.pack(">QH", self.length, len(codec)) + codec)
+        digest.update(struct.pack(">H", len(operation)) + operation)
+        digest.update(struct.pack(f">I{len(self.sizes)}Q", len(self.sizes), *self.sizes))
         digest.update(struct.pack(">I", len(self.sources)))
         for source in self.sources:
             digest.update(source.plan + struct.pack(">I", len(source.members)) + b"".join(source.members))
@@ -174,6 +199,16 @@ class Plan:
             digest.update(struct.pack(">QQII", part.start, part.stop, part.source, len(part.holders)))
             digest.update(struct.pack(f">{len(part.holders)}I", *part.holders))
         return digest.digest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result that all members end with."""
+        return {"reduce": 4 * self.length, "gather": self.length, "exchange": 0}[self.operation]
+
+    @property
+    def load(self) -> int:
+        """Number of fp32 elements that can be reduced in the time in which this can be done; for deadlines."""
+        return load(self.operation, self.length)
 
     @property
     def weight(self) -> float:
@@ -211,6 +246,11 @@ class Plan:
     def contributors(self) -> tuple[PeerId, ...]:
         """The members whose values count, but for salvaged parts."""
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
+
+
+def load(operation: Operation, length: int) -> int:
+    """See `Plan.load`. Each byte of a gather comes by once, each of an element's four twice."""
+    return length if operation == "reduce" else -(-length // 8) if operation == "gather" else 0
 
 
 def coordinators(run: bytes, revision: int, peers: Iterable[PeerId], *, tag: str = "") -> list[PeerId]:

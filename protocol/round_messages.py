@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol.identity import PeerId
-from protocol.plan import Ballot, Hash, Length, Plan, Revision, Tag, Weight
+from protocol.plan import Ballot, Hash, Length, Operation, Plan, Rank, Revision, Tag, Weight
 from protocol.salvage import MAX_HOLDINGS, Holding
 from protocol.transport import Address
 from protocol.wire import message
@@ -35,12 +35,14 @@ class Ready:
     base: Hash
     weight: Weight
     length: Length
+    """Elements of its vector; of a gather, bytes of its block."""
     ballot: Ballot
     """The highest ballot that the member has accepted or renounced in this round."""
     tried: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_TRIED)]
     """Better placed coordinators that the member cannot reach: it is not to be sent to them."""
     holdings: Holdings = ()
     """What the member has of attempts under coordinators that were lost."""
+    operation: Operation = "reduce"
 
 
 @message("round.queued")
@@ -172,11 +174,22 @@ class Led:
 
 @message("ring.data")
 class RingData:
-    """Begins the stream of one member's data to its right neighbour. The segments of the schedule follow as bytes."""
+    """Begins the stream of one member's data to its right neighbour, or to its partner in an exchange.
+
+    What follows is the segments of the schedule, blocks that are gathered, each after a `GatherBlock`, or a vector.
+    """
 
     run: Hash
     tag: Tag
     plan_id: Hash
+
+
+@message("gather.block")
+class GatherBlock:
+    """The next block on a stream of a gather; the plan says how many bytes follow."""
+
+    place: Rank
+    """Whose it is: the place in the plan's members."""
 
 
 @message("round.fetch")
@@ -190,6 +203,6 @@ class FetchResult:
 
 @message("round.result")
 class Result:
-    """Answer to `FetchResult`; the mean follows as 4 * plan.length bytes."""
+    """Answer to `FetchResult`; the result follows as `plan.nbytes` bytes."""
 
     plan: Plan

@@ -15,23 +15,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Literal
 
 import attrs
 import torch
 import trio
 
+from protocol.attempt import Attempt
 from protocol.ballots import Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
+from protocol.gather_transfer import GatherTransfer
+from protocol.handlers import Handler
 from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
-from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
-from protocol.ring import all_finite, vector_bytes
+from protocol.plan import MAX_BLOCK, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
+from protocol.results import Results, is_finite
 from protocol.roster import Roster
+from protocol.round_events import RoundEvent, RoundStatistics
 from protocol.round_messages import (
     MAX_ADDRESSES,
     MAX_TRIED,
@@ -42,13 +45,15 @@ from protocol.round_messages import (
     Noted,
     Ready,
     Redirect,
-    Result,
     RingData,
     RoundOpen,
 )
 from protocol.sessions import Line, LocalLine, local_lines
-from protocol.transfer import IN_WORKER, READ, RingInbox, Transfer
+from protocol.swap import Swap
+from protocol.transfer import RingInbox, Transfer
 from protocol.wire import Message
+
+__all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
 
 _LOOKAHEAD = 2
 """A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
@@ -59,50 +64,18 @@ _HISTORY = 64
 """Digests of past revisions by which a peer that is further behind is told from one on another branch."""
 
 
-@attrs.frozen(kw_only=True)
-class RoundEvent:
-    """Something happened in a round.
-
-    `round_started`: an attempt that this peer takes part in began. `round_failed`: it failed, or one that this peer
-    coordinates did. `contribution_dropped`: this peer's values were not finite, so it takes part with weight 0.
-    """
-
-    event: Literal["round_started", "round_failed", "contribution_dropped"]
-    round: int
-    attempt: int = 0
-    members: tuple[PeerId, ...] = ()
-    reason: str = ""
-
-
-@attrs.frozen
-class RoundStatistics:
-    """What is going on at a peer at one moment."""
-
-    sessions: int
-    """Ready peers that are waiting or taking part here, ourselves included."""
-    parked: int
-    """Streams of ring data whose plan is not known here yet."""
-    transfers: int
-    """Attempts whose data are being received or sent."""
-    results: int
-    """Results that are kept for others."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.sessions or self.parked or self.transfers)
-
-
 class Rounds:
     """The rounds of one run at one peer.
 
     Args:
-        endpoint: Carries everything; its handlers for round messages are registered here.
+        endpoint: Carries everything.
         run_id: 32 bytes.
         settings: How long to wait for what.
         roster: Who can take part.
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
         max_weight: The most that one peer's values may count.
+        max_block: The most bytes that one peer's block may have in a gather.
     """
 
     def __init__(
@@ -115,33 +88,40 @@ class Rounds:
         report: Callable[[RoundEvent], None],
         tag: str = "",
         max_weight: float = MAX_WEIGHT,
+        max_block: int = MAX_BLOCK,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
-        self._roster, self._report, self._max_weight = roster, report, max_weight
+        self._roster, self._report = roster, report
+        self._max_weight, self._max_block = max_weight, max_block
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
-        self._length: int | None = None
+        self._offered: Offer | None = None
+        self._attempts: dict[int, Attempt] = {}  # by revision, while we take part
         self._rounds: dict[int, Leadership] = {}
-        self._results: dict[int, Reduced] = {}
+        self._results = Results(endpoint, run_id, tag, settings)
         self._heard: tuple[int, PeerId] | None = None
         self._news = trio.Event()
         self._sessions = 0
         self._transfers = 0
         self._reducing = 0.0  # seconds that the last ring took
-        endpoint.handle(Ready, self._on_ready)
-        endpoint.handle(RoundOpen, self._on_open)
-        endpoint.handle(RingData, self._inbox.deliver)
-        endpoint.handle(FetchResult, self._on_fetch)
+        self.handlers: dict[type, Handler] = {
+            Ready: self._on_ready,
+            RoundOpen: self._on_open,
+            RingData: self._inbox.deliver,
+            FetchResult: self._on_fetch,
+        }
+        """What serves the requests of others, while `run` runs."""
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Owns the tasks of all rounds; runs until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            task_status.started()
             try:
-                await trio.sleep_forever()
+                with self._endpoint.serving(self._run, self._tag, self.handlers):
+                    task_status.started()
+                    await trio.sleep_forever()
             finally:
                 self._nursery = None
 
@@ -220,31 +200,110 @@ class Rounds:
             RoundAborted: Nothing came of it; it may be tried again.
             ValueError: The arguments make no sense.
         """
+        if values.dim() != 1 or values.dtype != torch.float32 or values.device.type != "cpu" or not len(values):
+            raise ValueError("values are a non-empty vector of fp32 numbers on the CPU")
+        if not 0 <= weight <= MAX_WEIGHT:
+            raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
+        offer = self._offer("reduce", revision, len(values), weight, digest)
+        if not await is_finite(values):
+            reason = "the values are not finite"
+            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
+            offer = attrs.evolve(offer, weight=0.0)
+        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+
+    async def gather(self, revision: int, block: torch.Tensor | None, *, digest: bytes = NO_DIGEST) -> Reduced:
+        """Takes part in the round that makes `revision`, and returns when this peer holds every member's block.
+
+        The blocks have the sizes `plan.sizes`, and are in `mean` one after the other.
+
+        Args:
+            revision: As for `all_reduce`, as is the rest.
+            block: 1-D uint8 on the CPU; None to bring nothing, which others can tell from a block without bytes.
+            digest: As for `all_reduce`.
+
+        Raises: As `all_reduce`.
+        """
+        size, weight = (0, 0.0) if block is None else (len(block), 1.0)
+        if size > self._max_block:
+            raise ValueError(f"a block has at most {self._max_block} bytes, not {size}")
+        values = torch.empty(0, dtype=torch.uint8) if block is None else block
+        offer = self._offer("gather", revision, size, weight, digest)
+        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+
+    async def exchange(
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+    ) -> tuple[Reduced, Swap]:
+        """Takes part in the round that makes `revision`, in which the members are matched in pairs, and swap vectors.
+
+        Args:
+            revision: As for `all_reduce`, as is the rest.
+            values: 1-D fp32 on the CPU, finite.
+            weight: Told to the partner.
+            digest: As for `all_reduce`.
+
+        Returns:
+            The plan, without data, and what came of it for us.
+
+        Raises: As `all_reduce`. A partner that is lost is no error.
+        """
+        if not await is_finite(values):
+            raise ValueError("the values are not finite")
+        offer = self._offer("exchange", revision, len(values), weight, digest)
+        agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        swap = Swap(agreed.plan, values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
+        self._transfers += 1
+        try:
+            await swap.run()
+        finally:
+            self._transfers -= 1
+        return agreed, swap
+
+    def progress(self, revision: int) -> tuple[int, int]:
+        """How much has come in of what we take part in, and of how much; (0, 0) while there is no plan."""
+        attempt = self._attempts.get(revision)
+        return (0, 0) if attempt is None else attempt.progress
+
+    def _offer(self, operation: Operation, revision: int, length: int, weight: float, digest: bytes) -> Offer:
+        """Checks that we may take part now, and says with what."""
         assert self._nursery is not None, "Rounds.run must be running"
-        _check_arguments(revision, values, weight, digest)
+        if not 1 <= revision <= MAX_REVISION:
+            raise ValueError(f"revisions are made from 1 on, not {revision}")
+        if len(digest) != len(NO_DIGEST):
+            raise ValueError("a digest has 32 bytes")
         if self._tip is None or self._tip < revision - 1:
             self.committed(revision - 1, digest)
         if self._finished >= revision:
             raise ValueError(f"revision {revision} is there already")
         if self._digests.get(revision - 1) != digest:
             raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
-        self._length = len(values)
-        if not await _is_finite(values):
-            reason = "the values are not finite"
-            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
-            weight = 0.0
-        offer = Offer(
+        self._offered = Offer(
             run=self._run,
             tag=self._tag,
             revision=revision,
             base=digest,
             weight=float(weight),
-            length=len(values),
+            length=length,
+            operation=operation,
             max_weight=self._max_weight,
+            max_block=self._max_block,
         )
-        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        return self._offered
+
+    def _misfit(self, plan: Plan) -> str | None:
+        """Why a result is none that we can use: it is not of the kind of what we bring to rounds."""
+        if self._offered is not None:
+            return self._offered.misfit(plan)
+        if plan.operation != "reduce" or plan.heaviest > self._max_weight:
+            return "it is of another kind, or somebody has a weight beyond the limit"
+        return None
 
     async def _take_part(self, work: Work) -> Reduced:
+        try:
+            return await self._find_result(work)
+        finally:
+            self._attempts.pop(work.offer.revision, None)
+
+    async def _find_result(self, work: Work) -> Reduced:
         """Goes from one coordinator to the next until one of them finishes the round; the last resort is ourselves."""
         revision = work.offer.revision
         redirects, failures = 0, 0
@@ -291,9 +350,11 @@ class Rounds:
             ballot=leadership.acceptor.promised,
             tried=tuple(tried),
             holdings=work.holdings,
+            operation=offer.operation,
         )
         patience = self._times.grace + self._times.slack
-        patience += 2 * self._times.attempt(offer.length, len(self._roster.partners()) + 1)
+        most = offer.length if offer.operation != "gather" else self._max_block * (len(self._roster.partners()) + 1)
+        patience += 2 * self._times.attempt(load(offer.operation, most), len(self._roster.partners()) + 1)
         limit = trio.current_time() + 2 * patience  # one plan after the other, in vain, is no better than none
         leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
         try:
@@ -351,24 +412,26 @@ class Rounds:
         finally:
             self._sessions -= 1
 
-    def _begin(self, plan: Plan, work: Work) -> Transfer:
-        transfer = Transfer(
-            plan,
-            work.values,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            times=self._times,
-            previous=work.last,
-        )
-        self._spawn(self._run_transfer, transfer)
-        return transfer
+    def _begin(self, plan: Plan, work: Work) -> Attempt:
+        attempt = self._attempt(plan, work)
+        self._attempts[plan.revision] = attempt
+        self._spawn(self._run_attempt, attempt)
+        return attempt
 
-    async def _run_transfer(self, transfer: Transfer) -> None:
+    def _attempt(self, plan: Plan, work: Work) -> Attempt:
+        endpoint, inbox, times = self._endpoint, self._inbox, self._times
+        if plan.operation != "reduce":
+            block = work.values if plan.operation == "gather" else torch.empty(0, dtype=torch.uint8)
+            return GatherTransfer(plan, block, endpoint=endpoint, inbox=inbox, times=times)
+        assert work.last is None or isinstance(work.last, Transfer)
+        return Transfer(plan, work.values, endpoint=endpoint, inbox=inbox, times=times, previous=work.last)
+
+    async def _run_attempt(self, attempt: Attempt) -> None:
         self._transfers += 1
         started = trio.current_time()
         try:
-            await transfer.run()
-            if transfer.complete:
+            await attempt.run()
+            if attempt.complete:
                 self._reducing = trio.current_time() - started
         finally:
             self._transfers -= 1
@@ -380,9 +443,7 @@ class Rounds:
             return None
 
     def _keep(self, reduced: Reduced) -> None:
-        self._results[reduced.plan.revision] = reduced
-        for revision in sorted(self._results)[: -self._times.keep]:
-            del self._results[revision]
+        self._results.keep(reduced)
         if reduced.plan.revision in self._rounds:
             self._rounds[reduced.plan.revision].finished()
 
@@ -405,7 +466,7 @@ class Rounds:
     @property
     def _finished(self) -> int:
         """The newest revision that is complete here, committed or not."""
-        return max(-1 if self._tip is None else self._tip, *self._results, -1)
+        return max(-1 if self._tip is None else self._tip, self._results.newest)
 
     def _leadership(self, revision: int) -> Leadership:
         if revision not in self._rounds:
@@ -431,9 +492,7 @@ class Rounds:
 
     # What others ask.
 
-    def _check_request(self, request: Ready | RoundOpen | FetchResult, peer: PeerId) -> None:
-        if (request.run, request.tag) != (self._run, self._tag):
-            raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+    def _check_request(self, peer: PeerId) -> None:
         if not self._roster.knows(peer):
             raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
         if self._tip is None or self._nursery is None:
@@ -452,9 +511,11 @@ class Rounds:
             self._spread_news()
 
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
-        self._check_request(request, stream.peer)
+        self._check_request(stream.peer)
         if request.weight > self._max_weight:
             raise ProtocolError(f"a weight of {request.weight:g}; in this run {self._max_weight:g} is the most")
+        if request.operation == "gather" and request.length > self._max_block:
+            raise ProtocolError(f"a block of {request.length} bytes; in this run {self._max_block} is the most")
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         ours = self._digests.get(request.revision - 1, request.base)
@@ -482,7 +543,7 @@ class Rounds:
         return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
-        self._check_request(request, stream.peer)
+        self._check_request(stream.peer)
         self._hear(request.revision - 1, stream.peer)
         assert self._tip is not None
         if self._digests.get(request.revision - 1, request.base) != request.base:
@@ -498,72 +559,15 @@ class Rounds:
         return Late() if answer == Noted() and self._tip < request.revision - 1 else answer
 
     async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
-        self._check_request(request, stream.peer)
-        reduced = self._results.get(request.revision)
-        if reduced is None:
-            raise RequestRefused(f"no result of revision {request.revision} is kept here", code="unknown_round")
-        await stream.send(Result(reduced.plan))
-        data = vector_bytes(reduced.mean)
-        for start in range(0, data.nbytes, READ):
-            await stream.send_bytes(data[start : start + READ])
+        self._check_request(stream.peer)
+        await self._results.give(request, stream)
 
     async def fetch_result(self, peer: PeerId, revision: int) -> Reduced:
         """The result of a round that this peer missed. It is kept, and given to others, as if it were our own.
 
-        Raises:
-            RequestRefused: With code "unknown_round": the peer does not keep it (any more).
-            Fork: The result belongs to another state of the revision before than ours.
-            ShoalError: The peer cannot be reached, is too slow, or sent something else.
+        Raises: See `Results.fetch`.
         """
-        started = trio.current_time()
-        times = self._times
-        try:
-            async with self._endpoint.open(peer, FetchResult(self._run, self._tag, revision), bulk=True) as stream:
-                plan = (await stream.receive(Result, timeout=times.stall)).plan
-                if (plan.run, plan.tag, plan.revision) != (self._run, self._tag, revision):
-                    raise ProtocolError(f"{peer.short} sent the result of another round")
-                ours = self._digests.get(revision - 1, plan.base)
-                if plan.base != ours:
-                    raise Fork(peer, revision - 1, ours=ours, theirs=plan.base)
-                if self._length is not None and plan.length != self._length:
-                    raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
-                if plan.heaviest > self._max_weight:
-                    raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
-                mean = torch.empty(plan.length, dtype=torch.float32)
-                data = vector_bytes(mean)
-                with trio.fail_after(times.transfer(plan.length)):
-                    for start in range(0, data.nbytes, READ):
-                        with trio.fail_after(times.stall):
-                            await stream.receive_into(data[start : start + READ])
-                await stream.finish()
-        except trio.TooSlowError:
-            raise RequestTimeout(f"{peer.short} is too slow to give us the result of revision {revision}") from None
-        if not await _is_finite(mean):
-            raise ProtocolError(f"{peer.short} sent a result that is not finite")
-        reduced = Reduced(
-            plan=plan,
-            mean=mean,
-            contributors=plan.contributors,
-            attempts=plan.attempt,
-            bytes_sent=0,
-            bytes_received=data.nbytes,
-            seconds=trio.current_time() - started,
-            weight=plan.weight,
-        )
+        base = self._digests.get(revision - 1)
+        reduced = await self._results.fetch(peer, revision, base=base, misfit=self._misfit)
         self._keep(reduced)
         return reduced
-
-
-async def _is_finite(values: torch.Tensor) -> bool:
-    return await trio.to_thread.run_sync(all_finite, values) if len(values) >= IN_WORKER else all_finite(values)
-
-
-def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:
-    if not 1 <= revision <= MAX_REVISION:
-        raise ValueError(f"revisions are made from 1 on, not {revision}")
-    if values.dim() != 1 or values.dtype != torch.float32 or values.device.type != "cpu" or not len(values):
-        raise ValueError("values are a non-empty vector of fp32 numbers on the CPU")
-    if not 0 <= weight <= MAX_WEIGHT:
-        raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
-    if len(digest) != len(NO_DIGEST):
-        raise ValueError("a digest has 32 bytes")

@@ -15,6 +15,7 @@ import attrs
 import torch
 import trio
 
+from protocol.attempt import Failure
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import RequestRefused, RequestTimeout, ShoalError, StreamReset
@@ -92,14 +93,6 @@ class RingInbox:
         return arrival
 
 
-@attrs.frozen
-class Failure:
-    """Why a transfer cannot go on."""
-
-    suspect: PeerId
-    reason: str
-
-
 class Transfer:
     """This peer's part in one attempt. `run` is a task of its own, which never raises but when cancelled.
 
@@ -144,6 +137,11 @@ class Transfer:
     def segments(self) -> int:
         """Number of segments that have come in."""
         return self._ring.received if self._ring is not None and self._ring.plan is self.plan else 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Segments that have come in, and how many there are."""
+        return self.segments, 0 if self._ring is None else self._ring.incoming
 
     @property
     def mean(self) -> torch.Tensor:

@@ -22,6 +22,7 @@ from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
 from protocol.mux import Mux, MuxLimits
 from protocol.noise import Handshake
+from protocol.pairs import swap_id
 from protocol.plan import NO_BALLOT, Ballot, Plan, Salvaged, Source
 from protocol.records import RecordWriter
 from protocol.salvage import Holding, Span
@@ -45,6 +46,7 @@ PLAN = Plan(
 )
 SOURCE = Source(ONES, (BOB,), (1.0,))
 SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
+GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
@@ -77,8 +79,8 @@ MESSAGES = {
     dht.Fetch(ONES, b""): "93 a96468742e6665746368 c420 11*32 c400",
     dht.Fetched((COPY,), True): "93 ab6468742e66657463686564 91 92 c406 7265636f7264 cb3ff8000000000000 c3",
     round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,)): (
-        "9a ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 91 c420 bb*32 90"
+        "9b ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90 a6726564756365"
     ),
     round_messages.Queued(): "91 ac726f756e642e717565756564",
     round_messages.Redirect(BOB, (HOME,)): (
@@ -87,13 +89,17 @@ MESSAGES = {
     round_messages.Ahead(300, BOB): "93 ab726f756e642e6168656164 cd012c c420 bb*32",
     round_messages.Forked(TWOS): "92 ac726f756e642e666f726b6564 c420 22*32",
     round_messages.Propose(PLAN): (
-        "92 ad726f756e642e70726f706f7365 9d c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
-        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90"
+        "92 ad726f756e642e70726f706f7365 9f c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90"
     ),
     round_messages.Propose(SALVAGING): (
-        "92 ad726f756e642e70726f706f7365 9d c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 9f c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 "
-        "91 93 c420 11*32 91 c420 bb*32 91 cb3ff0000000000000 91 94 05 cd012c 00 92 00 01"
+        "91 93 c420 11*32 91 c420 bb*32 91 cb3ff0000000000000 91 94 05 cd012c 00 92 00 01 a6726564756365 90"
+    ),
+    round_messages.Propose(GATHERING): (
+        "92 ad726f756e642e70726f706f7365 9f c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 cb3ff0000000000000 cb0000000000000000 05 c420 22*32 a0 a466703332 90 90 a6676174686572 92 05 00"
     ),
     round_messages.Halt(BALLOT): "92 aa726f756e642e68616c74 93 02 01 c420 aa*32",
     round_messages.Halted(BALLOT, (Holding(SOURCE, (Span(5, 300),)),)): (
@@ -115,10 +121,11 @@ MESSAGES = {
     round_messages.Late(): "91 aa726f756e642e6c617465",
     round_messages.Led(BOB, ()): "93 a9726f756e642e6c6564 c420 bb*32 90",
     round_messages.RingData(ONES, "", TWOS): "94 a972696e672e64617461 c420 11*32 a0 c420 22*32",
+    round_messages.GatherBlock(1): "92 ac6761746865722e626c6f636b 01",
     round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",
     round_messages.Result(PLAN): (
-        "92 ac726f756e642e726573756c74 9d c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
-        "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90"
+        "92 ac726f756e642e726573756c74 9f c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
+        "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90"
     ),
     membership.Hello(
         ONES, membership.StatusClaim(1, None, False)
@@ -195,8 +202,10 @@ def test_records_of_the_dht():
 
 
 def test_plan_ids():
-    assert PLAN.id.hex() == "bdfa5db07d9537d828542e547d1d68b1104eefa77539e2fae21db5e9ccc87839"
-    assert attrs.evolve(PLAN, tag="tag").id.hex() == "391d1caefdcfec8637e11e2479a3c9381e7d1c2f4bcb6a09cd78465340075741"
+    assert PLAN.id.hex() == "6002aa91b395d279d5577a6d0c9496043b1638bef467c02b8d286fd23439f6e7"
+    assert attrs.evolve(PLAN, tag="tag").id.hex() == "b55027fe94a4567bbe5bd5eb00112da25b447ce2f6c104b6aee16ca8ebc89b95"
+    assert GATHERING.id.hex() == "dad1f13bbdca593526751c2150d2f1d3d415dafb74db3a2f2f44d7d94b76511d"
+    assert swap_id(PLAN).hex() == "0dfabd07845ce72512d223557967a2051c097cdb739520fff632e02ef28d94cf"
 
 
 def test_handshake_and_records_with_fixed_keys():

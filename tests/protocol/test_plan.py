@@ -46,11 +46,36 @@ def test_id_is_that_of_the_documented_encoding():
     encoding = b"shoal-plan-v1" + RUN + struct.pack(">H", 0) + struct.pack(">Q", 3) + bytes(32)
     encoding += struct.pack(">II", 1, 0) + bytes(peer(1)) + struct.pack(">I", 2) + members
     encoding += struct.pack(">dd", 1.0, 3.0) + struct.pack(">QH", 10, 4) + b"fp32"
+    encoding += struct.pack(">H", 6) + b"reduce" + struct.pack(">I", 0)
     assert plan().id == hashlib.sha256(encoding + bytes(4)).digest()
     encoding += struct.pack(">I", 1) + bytes(range(32)) + struct.pack(">I", 1) + bytes(peer(3)) + struct.pack(">d", 2.0)
     encoding += struct.pack(">QQII", 4, 9, 0, 2) + struct.pack(">II", 0, 1)
     salvaging = plan(sources=(SOURCE,), salvaged=(Salvaged(4, 9, 0, (0, 1)),))
     assert salvaging.id == hashlib.sha256(encoding).digest()
+
+
+def test_id_depends_on_the_sizes_of_a_gather():
+    plans = [plan(operation="gather", sizes=sizes) for sizes in ((10, 0), (0, 10), (5, 5))]
+    assert len({each.id for each in plans}) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sizes": (5, 5)},
+        {"operation": "exchange", "sizes": (5, 5)},
+        {"operation": "gather", "sizes": (10,)},
+        {"operation": "gather", "sizes": (5, 6)},
+    ],
+)
+def test_impossible_sizes_are_refused(changes):
+    with pytest.raises(ValueError, match="size"):
+        plan(**changes)
+
+
+def test_only_what_is_reduced_is_salvaged():
+    with pytest.raises(ValueError, match="salvaged"):
+        plan(operation="exchange", sources=(SOURCE,), salvaged=(Salvaged(4, 9, 0, (0, 1)),))
 
 
 CHANGES = {
@@ -65,6 +90,7 @@ CHANGES = {
     "weights": (3.0, 1.0),
     "length": 11,
     "sources": (SOURCE,),
+    "operation": "exchange",
 }
 
 
@@ -74,7 +100,7 @@ def test_id_depends_on_every_field(field):
 
 
 def test_every_field_is_covered_by_the_test_above():
-    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec", "salvaged"}
+    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec", "salvaged", "sizes"}
 
 
 def test_id_depends_on_what_is_salvaged():

@@ -1,0 +1,137 @@
+"""A gather on real streams: what `protocol.gather` schedules, moved by two tasks, as `protocol.transfer` does it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import trio
+
+from protocol.attempt import Failure
+from protocol.coordinator import RoundTimes
+from protocol.endpoint import Endpoint
+from protocol.errors import ProtocolError, RequestTimeout, ShoalError, StreamReset
+from protocol.gather import Gather
+from protocol.identity import PeerId
+from protocol.plan import Plan
+from protocol.round_messages import GatherBlock, RingData
+from protocol.salvage import Holding
+from protocol.transfer import RingInbox
+
+
+class GatherTransfer:
+    """This peer's part in one attempt at a gather, or at an operation without data; see `Attempt`.
+
+    Args:
+        plan: The accepted plan, which includes this peer.
+        block: This peer's block; only read.
+    """
+
+    def __init__(
+        self, plan: Plan, block: torch.Tensor, *, endpoint: Endpoint, inbox: RingInbox, times: RoundTimes
+    ) -> None:
+        self.plan = plan
+        self.settled = trio.Event()
+        self.failure: Failure | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._endpoint, self._inbox, self._times = endpoint, inbox, times
+        self._place = plan.members.index(endpoint.peer_id)
+        self._gather = Gather(plan, self._place, block)
+        self._progress = trio.Event()
+        self._scope = trio.CancelScope()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is here."""
+        return self._gather.complete
+
+    @property
+    def segments(self) -> int:
+        """Number of blocks that have come in."""
+        return self._gather.blocks
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Pieces that have come in, and how many there are."""
+        return self._gather.received, self._gather.incoming
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """All blocks one after the other, once `complete`."""
+        return self._gather.values
+
+    def abort(self) -> None:
+        """Ends the transfer; its streams are reset."""
+        self._scope.cancel()
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Nothing: blocks are not salvaged."""
+        return ()
+
+    async def run(self) -> None:
+        """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
+        members = self.plan.members
+        self._scope.deadline = trio.current_time() + self._times.attempt(self.plan.load, len(members))
+        with self._scope:
+            await trio.lowlevel.checkpoint()
+            if self._gather.complete:
+                self.settled.set()
+                return
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send, members[(self._place + 1) % len(members)])
+                nursery.start_soon(self._receive, members[self._place - 1])
+        if trio.current_time() >= self._scope.deadline:
+            self._fail(members[self._place - 1], "the attempt took too long")
+
+    async def _send(self, right: PeerId) -> None:
+        plan, gather = self.plan, self._gather
+        try:
+            async with self._endpoint.open(right, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
+                for number in range(gather.outgoing):
+                    while number >= gather.sendable:
+                        self._progress = trio.Event()
+                        await self._progress.wait()
+                    piece = gather.outgoing_piece(number)
+                    if piece.first:
+                        await stream.send(GatherBlock(piece.place))
+                    await stream.send_bytes(gather.data(piece))
+                    self.bytes_sent += piece.stop - piece.start
+                await stream.finish()
+        except ShoalError as error:
+            self._fail(right, str(error))
+
+    async def _receive(self, left: PeerId) -> None:
+        gather, stall = self._gather, self._times.stall
+        arrival = None
+        try:
+            with trio.fail_after(stall):
+                arrival = await self._inbox.take(self.plan.id, left)
+            while not gather.complete:
+                piece = gather.expected
+                if piece.first and (await arrival.stream.receive(GatherBlock, timeout=stall)).place != piece.place:
+                    raise ProtocolError(f"{left.short} sent a block out of turn")
+                target = gather.data(piece)
+                with trio.fail_after(stall):
+                    await arrival.stream.receive_into(target)
+                self.bytes_received += target.nbytes
+                gather.filled()
+                self._progress.set()
+            self.settled.set()
+            # Closing before the left neighbour has finished would look to it as if we had given up.
+            with contextlib.suppress(StreamReset, RequestTimeout):
+                await arrival.stream.receive(GatherBlock, timeout=stall)
+        except trio.TooSlowError:
+            self._fail(left, f"nothing came from {left.short} for {stall:g} s")
+            await trio.sleep_forever()
+        except ShoalError as error:
+            self._fail(left, str(error))
+            await trio.sleep_forever()
+        finally:
+            if arrival is not None:
+                arrival.over.set()
+
+    def _fail(self, suspect: PeerId, reason: str) -> None:
+        if not self.settled.is_set():
+            self.failure = Failure(suspect, reason)
+            self.settled.set()
