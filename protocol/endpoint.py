@@ -125,10 +125,10 @@ class Endpoint:
         """
         self._handlers.add(message_type, handler)
 
-    def serving(self, run: bytes, tag: str, handlers: Mapping[type, Handler]) -> AbstractContextManager[None]:
-        """Within the block, serves the requests whose `run` and `tag` are these, as `handle` does.
+    def serving(self, run: bytes, tag: str | None, handlers: Mapping[type, Handler]) -> AbstractContextManager[None]:
+        """Within the block, serves the requests of a type whose `run` and `tag` are these, as `handle` does.
 
-        They come before a handler for all requests of the type. Where there is none, other runs are refused.
+        A tag of None is for those with a tag that nothing else is served for. Requests of other runs are refused.
 
         Raises:
             ValueError: If this run and tag are served already.

@@ -24,7 +24,7 @@ class Handlers:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
-        self._runs: dict[tuple[bytes, str], dict[str, Handler]] = {}  # by run and tag
+        self._runs: dict[tuple[bytes, str | None], dict[str, Handler]] = {}  # by run and tag
         self._types: dict[str, type] = {}
 
     def add(self, message_type: type, handler: Handler) -> None:
@@ -36,7 +36,7 @@ class Handlers:
         self._types[name] = message_type
 
     @contextmanager
-    def serving(self, run: bytes, tag: str, handlers: Mapping[type, Handler]) -> Iterator[None]:
+    def serving(self, run: bytes, tag: str | None, handlers: Mapping[type, Handler]) -> Iterator[None]:
         """Serves the requests of one run and tag, see `Endpoint.serving`."""
         if (run, tag) in self._runs:
             raise ValueError(f"this run is served already, with tag {tag!r}")
@@ -70,11 +70,11 @@ class Handlers:
         except wire.UnknownMessage as error:
             raise RequestRefused(str(error), code="unknown_type") from None
         name = wire.name_of(type(request))
-        of_run = self._runs.get((getattr(request, "run", b""), getattr(request, "tag", "")), {})
-        handler = of_run.get(name) or self._handlers.get(name)
-        if handler is None:
-            raise RequestRefused("this peer does not take part in that run", code="unknown_run")
-        return handler, request
+        run, tag = getattr(request, "run", b""), getattr(request, "tag", "")
+        for handlers in (self._runs.get((run, tag), {}), self._runs.get((run, None), {}), self._handlers):
+            if name in handlers:
+                return handlers[name], request
+        raise RequestRefused("this peer does not take part in that run", code="unknown_run")
 
 
 def _answer_with_errors(connection: Connection, stream: Stream, group: BaseExceptionGroup[ShoalError]) -> None:

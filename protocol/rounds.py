@@ -272,7 +272,7 @@ class Rounds:
             raise ValueError("a digest has 32 bytes")
         if self._tip is None or self._tip < revision - 1:
             self.committed(revision - 1, digest)
-        if self._finished >= revision:
+        if self.finished >= revision:
             raise ValueError(f"revision {revision} is there already")
         if self._digests.get(revision - 1) != digest:
             raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
@@ -464,7 +464,7 @@ class Rounds:
         )
 
     @property
-    def _finished(self) -> int:
+    def finished(self) -> int:
         """The newest revision that is complete here, committed or not."""
         return max(-1 if self._tip is None else self._tip, self._results.newest)
 
@@ -521,8 +521,8 @@ class Rounds:
         ours = self._digests.get(request.revision - 1, request.base)
         if ours != request.base:
             return Forked(ours)
-        if request.revision <= self._finished:
-            return Ahead(self._finished, self._endpoint.peer_id)
+        if request.revision <= self.finished:
+            return Ahead(self.finished, self._endpoint.peer_id)
         if request.revision > self._tip + _LOOKAHEAD:
             raise RequestRefused(f"this peer holds revision {self._tip} only", code="behind")
         leadership = self._leadership(request.revision)
@@ -548,8 +548,8 @@ class Rounds:
         assert self._tip is not None
         if self._digests.get(request.revision - 1, request.base) != request.base:
             raise RequestRefused("this peer's state is another one", code="fork")
-        if request.revision <= self._finished:
-            return Ahead(self._finished, self._endpoint.peer_id)
+        if request.revision <= self.finished:
+            return Ahead(self.finished, self._endpoint.peer_id)
         if request.revision > self._tip + _LOOKAHEAD:
             return Late()
         leadership = self._leadership(request.revision)

@@ -1,0 +1,93 @@
+"""An operation that was started: a handle to wait for it, to see how far it is, and to give it up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import attrs
+import trio
+
+from protocol.errors import RequestTimeout, RoundAborted, ShoalError
+
+_T = TypeVar("_T")
+
+
+@attrs.frozen
+class Progress:
+    """How far an operation is. An attempt that fails may begin anew."""
+
+    received: int
+    """Pieces of data that have come in."""
+    total: int
+    """Pieces that come in, in all; 0 while that is not known, or if there are none."""
+
+
+class Operation(Generic[_T]):
+    """A handle. Its task belongs to the collective that has started it.
+
+    Args:
+        work: What the operation does; it is given the handle.
+        timeout: Seconds from the start after which it is given up; None for no limit.
+    """
+
+    def __init__(self, work: Callable[[Operation[_T]], Awaitable[_T]], timeout: float | None) -> None:
+        self.done = trio.Event()
+        """Set when there is a result, or an error."""
+        self.measure: Callable[[], tuple[int, int]] | None = None
+        """Says how far it is, once it is its turn: received and total."""
+        self._work = work
+        self._timeout = math.inf if timeout is None else timeout
+        self._scope = trio.CancelScope()
+        self._cancelled = False
+        self._results: list[_T] = []
+        self._error: ShoalError | ValueError | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is."""
+        return Progress(*(self.measure() if self.measure is not None else (0, 0)))
+
+    def cancel(self) -> None:
+        """Gives it up, unless it is over; nothing is left of it, and the others go on without us."""
+        self._cancelled = True
+        self._scope.cancel()
+
+    async def wait(self) -> _T:
+        """The result, when it is there. Whoever waits and is cancelled does not cancel the operation.
+
+        Raises:
+            RoundAborted: Nothing came of it, or it was cancelled.
+            RequestTimeout: Its time was over.
+            ShoalError: As the operation says.
+        """
+        await self.done.wait()
+        return self.result()
+
+    def result(self) -> _T:
+        """As `wait`, once it is done."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    async def run(self) -> None:
+        """Carries it out. Never raises but when cancelled from outside."""
+        self._scope.deadline = trio.current_time() + self._timeout
+        try:
+            with self._scope:
+                self._results.append(await self._work(self))
+        except (ShoalError, ValueError) as error:
+            self._error = error
+        finally:
+            if self._error is None and not self._results:
+                self._error = self._unfinished()
+            self.measure = None
+            self.done.set()
+
+    def _unfinished(self) -> ShoalError:
+        if self._cancelled:
+            return RoundAborted("the operation was cancelled")
+        if trio.current_time() >= self._scope.deadline:
+            return RequestTimeout(f"the operation was not finished within {self._timeout:g} s")
+        return RoundAborted("the collective has ended")

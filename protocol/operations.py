@@ -1,0 +1,240 @@
+"""The collective operations for trio programs: what stands behind the interface of `protocol.collective`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import trio
+
+from protocol.channels import Channels, ChannelSettings
+from protocol.collective import Block, Broadcasted, Exchanged, Gathered, Outcome, Reduced, Tensors
+from protocol.endpoint import Endpoint
+from protocol.errors import Behind, Fork, RoundAborted
+from protocol.flatten import block_bytes, blocks_of, flat, shapes_of
+from protocol.identity import PeerId
+from protocol.operation import Operation
+from protocol.plan import NO_DIGEST
+from protocol.roster import Roster
+from protocol.rounds import Rounds
+from protocol.transfer import IN_WORKER
+
+_T = TypeVar("_T")
+Group = Collection[PeerId] | None
+
+
+class AsyncCollective:
+    """The operations of one run at one peer. `run` must run.
+
+    What the operations do, and what their arguments mean, is said at `protocol.collective.Collective`. Each exists
+    twice: `start_…` returns a handle at once; the other waits for the result, and gives the operation up if it is
+    cancelled.
+
+    Operations of one tag and group have numbers. Peers that call the same one at about the same time take part in it
+    together; one that comes too late takes part in the next one with what it has: see `Outcome.number`.
+
+    Args:
+        endpoint: Carries everything.
+        run_id: 32 bytes; what all members have in common.
+        roster: Who is there.
+        settings: What all members have to agree on.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, run_id: bytes, *, roster: Roster, settings: ChannelSettings | None = None
+    ) -> None:
+        self._channels = Channels(endpoint, run_id, roster, settings or ChannelSettings())
+        self._operations = 0
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Owns all tasks; runs until cancelled."""
+        await self._channels.run(task_status=task_status)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation goes on here, ours or others' that we coordinate."""
+        return self._operations > 0 or self._channels.busy
+
+    async def all_reduce(
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+    ) -> Reduced:
+        """See `Collective.all_reduce`."""
+        return await _finished(self.start_all_reduce(values, weight, group=group, tag=tag, timeout=timeout))
+
+    async def exchange(
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+    ) -> Exchanged:
+        """See `Collective.exchange`."""
+        return await _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout))
+
+    async def gather(
+        self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Gathered:
+        """See `Collective.gather`."""
+        return await _finished(self.start_gather(block, group=group, tag=tag, timeout=timeout))
+
+    async def broadcast(
+        self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Broadcasted:
+        """See `Collective.broadcast`."""
+        return await _finished(self.start_broadcast(block, group=group, tag=tag, timeout=timeout))
+
+    async def barrier(self, *, group: Group = None, tag: str = "", timeout: float | None = None) -> Outcome:
+        """See `Collective.barrier`."""
+        return await _finished(self.start_barrier(group=group, tag=tag, timeout=timeout))
+
+    def start_all_reduce(
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+    ) -> Operation[Reduced]:
+        """Starts `all_reduce`."""
+
+        async def act(rounds: Rounds, number: int) -> Reduced:
+            vector = await _flat(values)
+            reduced = await rounds.all_reduce(number, vector, weight)
+            return attrs.evolve(reduced, shapes=shapes_of(values))
+
+        return self._start(act, group, tag, timeout)
+
+    def start_exchange(
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+    ) -> Operation[Exchanged]:
+        """Starts `exchange`."""
+
+        async def act(rounds: Rounds, number: int) -> Exchanged:
+            vector = await _flat(values)
+            started = trio.current_time()
+            agreed, swap = await rounds.exchange(number, vector, weight)
+            weights = dict(zip(agreed.members, agreed.weights, strict=True))
+            return Exchanged(
+                plan=agreed.plan,
+                attempts=agreed.attempts,
+                bytes_sent=swap.bytes_sent,
+                bytes_received=swap.bytes_received,
+                seconds=trio.current_time() - started,
+                partner=swap.partner,
+                values=swap.theirs,
+                weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
+                problem=swap.problem,
+                shapes=shapes_of(values),
+            )
+
+        return self._start(act, group, tag, timeout)
+
+    def start_gather(
+        self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Operation[Gathered]:
+        """Starts `gather`."""
+        return self._start(partial(_gather, block), group, tag, timeout)
+
+    def start_broadcast(
+        self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Operation[Broadcasted]:
+        """Starts `broadcast`."""
+
+        return self._start(partial(_broadcast, block), group, tag, timeout)
+
+    def start_barrier(self, *, group: Group = None, tag: str = "", timeout: float | None = None) -> Operation[Outcome]:
+        """Starts `barrier`."""
+
+        async def act(rounds: Rounds, number: int) -> Outcome:
+            return Outcome(**_costs(await rounds.gather(number, None)))
+
+        return self._start(act, group, tag, timeout)
+
+    def _start(
+        self, act: Callable[[Rounds, int], Awaitable[_T]], group: Group, tag: str, timeout: float | None
+    ) -> Operation[_T]:
+        if self._channels.nursery is None:
+            raise RoundAborted("the collective is not running")
+        queue = self._channels.queue(tag, group)
+        turn = queue.join()
+
+        async def work(operation: Operation[_T]) -> _T:
+            await turn.wait()
+            rounds = await self._channels.get(tag, group)
+            return await _carry_out(operation, act, rounds)
+
+        async def run() -> None:
+            try:
+                await operation.run()
+            finally:
+                queue.leave(turn)
+                self._operations -= 1
+
+        operation = Operation(work, timeout)
+        self._operations += 1
+        self._channels.nursery.start_soon(run)
+        return operation
+
+
+async def _carry_out(operation: Operation[Any], act: Callable[[Rounds, int], Awaitable[_T]], rounds: Rounds) -> _T:
+    """Takes part in the first operation that others have not finished without us."""
+    while True:
+        number = rounds.finished + 1
+        operation.measure = partial(rounds.progress, number)
+        try:
+            outcome = await act(rounds, number)
+        except Behind as behind:
+            rounds.committed(max(number, behind.revision), NO_DIGEST)
+        except Fork:  # there are no states here: somebody lies, and is passed over from now on
+            await trio.lowlevel.checkpoint()
+        else:
+            rounds.committed(number, NO_DIGEST)
+            return outcome
+
+
+async def _finished(operation: Operation[_T]) -> _T:
+    try:
+        return await operation.wait()
+    finally:
+        operation.cancel()
+        with trio.CancelScope(shield=True):  # it has no reason to take long
+            await operation.done.wait()
+
+
+async def _flat(values: Tensors) -> torch.Tensor:
+    size = sum(shape.numel() for shape in shapes_of(values))
+    return flat(values) if size < IN_WORKER else await trio.to_thread.run_sync(flat, values)
+
+
+async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
+    reduced = await rounds.gather(number, block_bytes(block))
+    return Gathered(blocks=blocks_of(reduced), **_costs(reduced))
+
+
+async def _broadcast(block: Block | None, rounds: Rounds, number: int) -> Broadcasted:
+    gathered = await _gather(block, rounds, number)
+    for source, data in gathered.blocks.items():
+        return Broadcasted(source=source, data=data, **_costs(gathered))
+    raise RoundAborted("nobody who took part has what is to be broadcast")
+
+
+def _costs(outcome: Outcome) -> dict[str, Any]:
+    return {field.name: getattr(outcome, field.name) for field in attrs.fields(Outcome)}
