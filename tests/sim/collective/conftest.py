@@ -18,10 +18,32 @@ from protocol.errors import ShoalError
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
 from protocol.operations import AsyncCollective
+from protocol.round_messages import RingData
 from protocol.transport import Address
 
 RUN = hashlib.sha256(b"a simulated collective").digest()
 TIMES = RoundTimes(grace=5.0, slack=1.0, stall=6.0, settle=0.5, poll=0.5)
+
+
+class JammedStream:
+    """A stream that takes some data and then no more."""
+
+    def __init__(self, stream, after: int) -> None:
+        self.stream, self.left = stream, after
+
+    async def send(self, message) -> None:
+        if not self.left:
+            await trio.sleep_forever()
+        await self.stream.send(message)
+
+    async def send_bytes(self, data) -> None:
+        if not self.left:
+            await trio.sleep_forever()
+        self.left -= 1
+        await self.stream.send_bytes(data)
+
+    async def finish(self) -> None:
+        await self.stream.finish()
 
 
 class Peer:
@@ -38,6 +60,17 @@ class Peer:
         self.collective = AsyncCollective(self.endpoint, RUN, roster=self, settings=settings)
         self.scope = trio.CancelScope()
         self.alive = False
+
+    def jam_ring(self, *, after: int) -> None:
+        """From now on, nothing but the first `after` pieces of each ring leaves this peer."""
+        original = self.endpoint.open
+
+        @asynccontextmanager
+        async def jammed(peer, request, *, bulk=False):
+            async with original(peer, request, bulk=bulk) as stream:
+                yield JammedStream(stream, after) if isinstance(request, RingData) else stream
+
+        self.endpoint.open = jammed
 
     def partners(self) -> Sequence[PeerId]:
         return (self.id, *self.endpoint.connected)
@@ -132,7 +165,7 @@ class Swarm:
 
     async def rest(self) -> None:
         """Waits until all that is still going on has ended, and sees to it that nothing is left over."""
-        await trio.sleep(60)
+        await trio.sleep(30)
         for peer in self.alive:
             assert not peer.collective.busy
             for connection in peer.endpoint._connections:

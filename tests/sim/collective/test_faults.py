@@ -200,3 +200,30 @@ async def test_progress_cancel_and_deadline_of_a_handle(autojump_clock, swarm_of
         with pytest.raises(RequestTimeout, match="3 s"):
             await third.wait()
         await swarm.rest()
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+async def test_who_can_send_nothing_in_the_ring_has_all_and_gives_it_to_the_others(autojump_clock, swarm_of, pieces):
+    async with swarm_of(5) as swarm:
+        swarm.peers[pieces].jam_ring(after=pieces)
+        outcomes = await swarm.together(CALLS["gather"])
+        check(swarm, outcomes)
+        assert {len(gathered.blocks) for gathered in outcomes.values()} == {5}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("number", range(4))
+async def test_who_accepts_and_then_does_nothing_is_left_out(autojump_clock, swarm_of, operation, number):
+    """It is found, however uneven the blocks are that the others wait for."""
+    async with swarm_of(4) as swarm:
+        culprit = swarm.peers[number]
+        others = [peer for peer in swarm.peers if peer is not culprit]
+        rounds = await culprit.collective._channels.get("", None)
+        rounds._run_attempt = lambda attempt: trio.sleep_forever()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swarm.together, CALLS[operation], [culprit])
+            outcomes = await swarm.together(CALLS[operation], others)
+            nursery.cancel_scope.cancel()
+        check(swarm, outcomes)
+        for outcome in outcomes.values():
+            assert set(outcome.members) == {peer.id for peer in others}
