@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
-from protocol.noise import KEY_SIZE, Handshake
+from protocol.noise import KEY_SIZE, CipherState, Handshake
 from protocol.records import RecordReader, RecordWriter
 from protocol.transport import Address, Buffer, ByteStream, LineState, PacedStream
 
@@ -31,6 +31,9 @@ _MAGIC = b"shoal"
 _PREAMBLE_SIZE = 8  # magic, version, flags, status
 _PRIVATE = 1  # flag: this side has a swarm key
 _ACCEPTED, _WRONG_KEY = 0, 1  # status, in the responder's preamble
+LANE_OPENING = _MAGIC + bytes([VERSION, 2, 0])
+"""What comes first on a lane (see `lane`) in the place of a preamble."""
+
 _PROLOGUE = b"shoal-channel-v1"
 _PROOF = b"shoal-swarm-key-v1"
 _SIGNATURE = "channel-static-key-v1"
@@ -49,6 +52,7 @@ async def handshake(
     psk: bytes | None = None,
     expected: PeerId | None = None,
     features: bytes = b"",
+    opening: bytes | None = None,
 ) -> SecureChannel:
     """Find out who is at the other end of a new connection, and encrypt it from then on.
 
@@ -62,6 +66,7 @@ async def handshake(
             that there is one.
         expected: Who it must be; None takes anybody.
         features: Up to `MAX_FEATURES` bytes for the other side. In a public run, whoever dials us can read them.
+        opening: What the other side sent first, if the caller has received that: see `lanes.greet`.
 
     Raises:
         WrongPeer: it is somebody else than `expected`.
@@ -70,7 +75,7 @@ async def handshake(
     """
     if len(features) > MAX_FEATURES:
         raise ValueError(f"features have at most {MAX_FEATURES} bytes, not {len(features)}")
-    session = _Session(stream, identity, initiator, psk, expected, features)
+    session = _Session(stream, identity, initiator, psk, expected, features, opening)
     channel: SecureChannel | None = None
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT):
@@ -88,6 +93,23 @@ async def handshake(
     return channel
 
 
+async def receive_exactly(stream: ByteStream, size: int) -> bytes:
+    """So many bytes of a handshake, and no more.
+
+    Raises:
+        HandshakeError: The connection ended before.
+        PeerGone: It broke.
+    """
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        count = await stream.receive_into(rest)
+        if count == 0:
+            raise HandshakeError(f"{stream.remote} closed the connection during the handshake")
+        rest = rest[count:]
+    return bytes(data)
+
+
 class SecureChannel:
     """An encrypted connection to a peer that has proved who it is. Made by `handshake`.
 
@@ -95,7 +117,14 @@ class SecureChannel:
     """
 
     def __init__(
-        self, stream: ByteStream, session: Handshake, peer: _Introduction, sent: int, received: int, rtt: float
+        self,
+        stream: ByteStream,
+        ciphers: tuple[CipherState, CipherState],
+        secret: bytes,
+        peer: Introduction,
+        sent: int,
+        received: int,
+        rtt: float,
     ) -> None:
         self.peer_id = PeerId.of(peer.public_key)
         self.public_key = peer.public_key
@@ -106,9 +135,12 @@ class SecureChannel:
         self.bytes_received = received
         self.rtt = rtt
         """Seconds from our first message to the answer, which the other side had to compute."""
+        self.secret = secret
+        """What both sides know and nobody else does, for deriving other keys; see `noise.Handshake.export`."""
+        self.introduction = peer
         self._stream = stream
         self._paced = stream if isinstance(stream, PacedStream) else None
-        sending, receiving = session.split()
+        sending, receiving = ciphers
         self._writer = RecordWriter(sending)
         self._reader = RecordReader(receiving)
         self._writing = False
@@ -202,7 +234,7 @@ class SecureChannel:
 
 
 @attrs.frozen
-class _Introduction:
+class Introduction:
     """What a side says about itself in the handshake."""
 
     public_key: bytes
@@ -219,6 +251,7 @@ class _Session:
     _psk: bytes | None
     _expected: PeerId | None
     _features: bytes
+    _opening: bytes | None
     _static: X25519PrivateKey = attrs.field(factory=X25519PrivateKey.generate, init=False)
     _ephemeral: X25519PrivateKey = attrs.field(factory=X25519PrivateKey.generate, init=False)
     _sent: int = attrs.field(default=0, init=False)
@@ -239,10 +272,14 @@ class _Session:
         if self._expected is not None and PeerId.of(peer.public_key) != self._expected:
             raise self._wrong_peer(peer)
         await self._send(_framed(noise.write_message(self._introduction())))
-        return SecureChannel(self._stream, noise, peer, self._sent, self._received, rtt)
+        return self._channel(noise, peer, rtt)
 
     async def respond(self) -> SecureChannel:
-        theirs = await self._receive(_PREAMBLE_SIZE)
+        theirs = self._opening
+        if theirs is None:
+            theirs = await self._receive(_PREAMBLE_SIZE)
+        else:
+            self._received += len(theirs)
         try:
             self._check_preamble(theirs)
         except HandshakeError:
@@ -263,7 +300,10 @@ class _Session:
         peer = self._introduced(noise, self._read(noise, message))
         if self._expected is not None and PeerId.of(peer.public_key) != self._expected:
             raise self._wrong_peer(peer)
-        return SecureChannel(self._stream, noise, peer, self._sent, self._received, rtt)
+        return self._channel(noise, peer, rtt)
+
+    def _channel(self, noise: Handshake, peer: Introduction, rtt: float) -> SecureChannel:
+        return SecureChannel(self._stream, noise.split(), noise.export(), peer, self._sent, self._received, rtt)
 
     def _noise(self) -> Handshake:
         return Handshake(self._initiator, self._static, self._ephemeral, _PROLOGUE + self._preamble(), self._psk)
@@ -299,7 +339,7 @@ class _Session:
         signature = self._identity.sign(_SIGNATURE, role, self._static.public_key().public_bytes_raw())
         return self._identity.public_key + signature + self._features
 
-    def _introduced(self, noise: Handshake, payload: bytes) -> _Introduction:
+    def _introduced(self, noise: Handshake, payload: bytes) -> Introduction:
         public_key = payload[:PUBLIC_KEY_SIZE]
         signature = payload[PUBLIC_KEY_SIZE : PUBLIC_KEY_SIZE + SIGNATURE_SIZE]
         features = payload[PUBLIC_KEY_SIZE + SIGNATURE_SIZE :]
@@ -307,7 +347,7 @@ class _Session:
             raise HandshakeError(f"{self._stream.remote} could not prove its identity")
         if len(features) > MAX_FEATURES:
             raise HandshakeError(f"{self._stream.remote} sent {len(features)} bytes of features: too many")
-        return _Introduction(public_key, features)
+        return Introduction(public_key, features)
 
     def _read(self, noise: Handshake, message: bytes) -> bytes:
         try:
@@ -318,7 +358,7 @@ class _Session:
     def _wrong_swarm_key(self) -> HandshakeError:
         return HandshakeError(f"{self._stream.remote} has another swarm key than we", hint=_SWARM_KEY_HINT)
 
-    def _wrong_peer(self, peer: _Introduction) -> WrongPeer:
+    def _wrong_peer(self, peer: Introduction) -> WrongPeer:
         found = PeerId.of(peer.public_key)
         return WrongPeer(f"{self._stream.remote} has another identity: it is peer {found}, not {self._expected}")
 
@@ -340,15 +380,8 @@ class _Session:
 
     async def _receive(self, size: int) -> bytes:
         """Just `size` bytes: the stream goes on where the handshake ends."""
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            count = await self._stream.receive_into(rest)
-            if count == 0:
-                raise HandshakeError(f"{self._stream.remote} closed the connection during the handshake")
-            rest = rest[count:]
         self._received += size
-        return bytes(data)
+        return await receive_exactly(self._stream, size)
 
     async def _receive_framed(self) -> bytes:
         size = int.from_bytes(await self._receive(2), "big")

@@ -15,7 +15,7 @@ import trio
 
 from protocol import wire
 from protocol.book import AddressBook, Strikes
-from protocol.channel import SecureChannel, handshake
+from protocol.channel import HANDSHAKE_TIMEOUT, SecureChannel, handshake
 from protocol.connection import Connection, Limits
 from protocol.dialer import Route, first_to_answer
 from protocol.door import Door, Greeting
@@ -33,6 +33,7 @@ from protocol.errors import (
 from protocol.handlers import Handlers
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
+from protocol.lanes import greet
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
 from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
@@ -389,10 +390,19 @@ class Endpoint:
     ) -> None:
         """Does the handshake with somebody who has dialled us; over a relay, it has to be peer `relayed`."""
         try:
+            scope.deadline = trio.current_time() + HANDSHAKE_TIMEOUT
             with scope:
+                if (opening := await greet(stream, self._links.lanes)) is None:
+                    return
                 features = self._hello(0, seen=None if relayed else stream.remote)
                 channel = await handshake(
-                    stream, self._identity, initiator=False, psk=self._psk, expected=relayed, features=features
+                    stream,
+                    self._identity,
+                    initiator=False,
+                    psk=self._psk,
+                    expected=relayed,
+                    features=features,
+                    opening=opening,
                 )
                 theirs = await self._theirs(channel)
                 if theirs.probe:
@@ -530,6 +540,7 @@ class Endpoint:
             path=path,
             upload=None if relayed else self._upload,
             download=None if relayed else self._download,
+            dial=None if relayed else self._transport.dial,
         )
         self._connections[connection] = None
         self._running().start_soon(self._run_connection, connection)

@@ -21,6 +21,8 @@ SHELLS = {
     "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
+    "protocol/lane.py",
+    "protocol/lanes.py",
     "protocol/leadership.py",
     "protocol/links.py",
     "protocol/member.py",

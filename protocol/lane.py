@@ -1,0 +1,294 @@
+"""A lane: one more connection between two peers that are connected already, for nothing but pieces of bulk data.
+
+It costs no handshake: its keys follow from the main connection's secret. The bytes are described in docs/protocol.md.
+What happens when a lane is lost is up to `lanes`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from protocol.channel import LANE_OPENING, SecureChannel, receive_exactly
+from protocol.errors import HandshakeError, PeerGone, ProtocolError
+from protocol.frames import MAX_RECORD
+from protocol.mux import Mux
+from protocol.mux_stream import Event, Intake, MuxStream
+from protocol.noise import CipherState, derive_ciphers
+from protocol.pacing import Pacer
+from protocol.pieces import MAX_UNACKNOWLEDGED, Outbox, Piece
+from protocol.rate import TokenBucket
+from protocol.transport import ByteStream
+
+TOKEN_SIZE = 16
+NONCE_SIZE = 16
+STALL = 5.0
+"""Seconds after which a lane is lost on which nothing that it carries has arrived."""
+
+_CALL = struct.Struct(f">{TOKEN_SIZE}sI{NONCE_SIZE}s")
+_SMALLEST, _LARGEST = MAX_RECORD, 16 * MAX_RECORD
+_WRITE_SECONDS = (0.01, 0.05)  # one piece should take about this long
+_WORK_AT_ONCE = 256
+
+
+def token_of(secret: bytes) -> bytes:
+    """What a connection's lanes are called by, in clear."""
+    return hmac.digest(secret, b"shoal-lane-token-v1", "sha256")[:TOKEN_SIZE]
+
+
+async def call(stream: ByteStream, main: SecureChannel, number: int) -> SecureChannel:
+    """Makes a lane of a stream that we have dialled. The stream is left open if that fails.
+
+    Args:
+        stream: The new one.
+        main: The connection that it is to belong to, which we have dialled, too.
+        number: The lane's, higher than that of all before.
+
+    Raises:
+        HandshakeError: The other side does not want it, or is somebody else.
+        PeerGone: The stream broke.
+    """
+    ours = os.urandom(NONCE_SIZE)
+    opening = LANE_OPENING + _CALL.pack(token_of(main.secret), number, ours)
+    asked = trio.current_time()
+    await stream.send(opening)
+    answer = await receive_exactly(stream, len(LANE_OPENING) + NONCE_SIZE)
+    if not answer.startswith(LANE_OPENING):
+        raise HandshakeError(f"{stream.remote} did not answer as a lane does")
+    sending, receiving = _ciphers(main.secret, number, ours, answer[len(LANE_OPENING) :])
+    rtt = trio.current_time() - asked
+    received = len(answer)
+    channel = SecureChannel(stream, (sending, receiving), b"", main.introduction, len(opening), received, rtt)
+    await _expect_proof(channel)
+    await channel.send(b"")
+    return channel
+
+
+async def read_call(stream: ByteStream) -> tuple[bytes, int, bytes]:
+    """What somebody says who wants to make a lane of a connection, after the opening: token, number and nonce.
+
+    Raises:
+        HandshakeError, PeerGone: As `receive_exactly`.
+    """
+    token, number, nonce = _CALL.unpack(await receive_exactly(stream, _CALL.size))
+    return token, number, nonce
+
+
+async def answer_call(stream: ByteStream, main: SecureChannel, number: int, theirs: bytes) -> SecureChannel:
+    """The other side of `call`, after `read_call`.
+
+    Raises:
+        HandshakeError: It is not the other side of `main` who called.
+        PeerGone: The stream broke.
+    """
+    ours = os.urandom(NONCE_SIZE)
+    receiving, sending = _ciphers(main.secret, number, theirs, ours)
+    asked = trio.current_time()
+    answer = LANE_OPENING + ours
+    await stream.send(answer)
+    received = len(LANE_OPENING) + _CALL.size
+    channel = SecureChannel(stream, (sending, receiving), b"", main.introduction, len(answer), received, 0.0)
+    await channel.send(b"")
+    await _expect_proof(channel)
+    channel.rtt = trio.current_time() - asked
+    return channel
+
+
+async def _expect_proof(channel: SecureChannel) -> None:
+    """The first record, which is empty: nobody without the secret can make it."""
+    try:
+        proof = await channel.receive()
+    except ProtocolError as error:
+        raise HandshakeError(f"{channel.remote} could not prove that it knows the main connection") from error
+    if proof:
+        raise HandshakeError(f"{channel.remote} did not begin a lane as it should")
+
+
+def _ciphers(secret: bytes, number: int, dialler: bytes, dialled: bytes) -> tuple[CipherState, CipherState]:
+    return derive_ciphers(secret, b"shoal-lane-v1" + number.to_bytes(4, "big") + dialler + dialled)
+
+
+class LaneOwner(Protocol):
+    """What a lane needs of the connection that it belongs to."""
+
+    mux: Mux
+    upload: TokenBucket | None
+
+    def dispatch(self, events: list[Event]) -> None:
+        """Tells those concerned."""
+
+    def progressed(self, raw: MuxStream) -> None:
+        """Some of a stream's data was taken."""
+
+    def fail(self, error: ProtocolError) -> None:
+        """Ends the connection because the peer broke the rules."""
+
+    def kick(self) -> None:
+        """There may be something to write."""
+
+    async def rest(self) -> None:
+        """After some records: whoever floods us waits."""
+
+
+class Lane:
+    """A lane in use. `run` must run for anything to move.
+
+    Args:
+        number: Which.
+        channel: Its connection, which it closes.
+        owner: Its main connection.
+        room: Whether the lanes together may carry more before something has arrived.
+        carried: Told of the bytes of each piece that it carries.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        channel: SecureChannel,
+        owner: LaneOwner,
+        *,
+        room: Callable[[], bool],
+        carried: Callable[[int], None],
+    ) -> None:
+        self.number = number
+        self.channel = channel
+        self.outbox = Outbox()
+        self.leaving = False
+        """It takes no more pieces."""
+        self.quiet = 0.0
+        """Seconds since something arrived on it, in either direction."""
+        self.proven = False
+        """It has carried something."""
+        self._owner = owner
+        self._mux = owner.mux
+        self._room = room
+        self._carried = carried
+        self._intake = Intake()
+        self._pacer = Pacer()
+        self._size = _SMALLEST
+        self._arrived = 0  # bytes, as the kernel says
+        self._wake = trio.lowlevel.ParkingLot()
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        """Carries pieces until the lane is lost or closed."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write)
+                    nursery.start_soon(self._read)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.channel.aclose()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._scope.cancel()
+
+    def kick(self) -> None:
+        """There may be something to carry."""
+        self._wake.unpark_all()
+
+    def acknowledge(self, pieces: int) -> None:
+        """See `Outbox.acknowledge`."""
+        if self.outbox.acknowledge(pieces):
+            self.quiet = 0.0
+            self.proven = True
+        self.kick()
+
+    def pass_time(self, seconds: float) -> bool:
+        """Time has passed while we were running; returns whether the lane is lost by now."""
+        path = self.channel.measure()
+        if path is not None and path.acked != self._arrived:
+            self._arrived = path.acked
+            self.quiet = 0.0
+        else:
+            self.quiet += seconds
+        return len(self.outbox) > 0 and self.quiet > STALL
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                await self.channel.fill()
+                before = self._intake.pieces
+                await self._take_in()
+                if self._intake.pieces != before:
+                    self._mux.acknowledge(self.number, self._intake.pieces)
+                    self._owner.kick()
+                self.quiet = 0.0
+                await self._owner.rest()
+        except (PeerGone, ProtocolError):  # whatever arrived may be anybody's doing
+            self.close()
+
+    async def _take_in(self) -> None:
+        work = self._mux.work
+        while (record := self.channel.take(self._place)) is not None:
+            try:
+                events = self._mux.receive_on(self._intake, record)
+            except ProtocolError as error:  # this is the peer's
+                self._owner.fail(error)
+                raise
+            self._owner.dispatch(events)
+            self.proven = True
+            if self._mux.work - work >= _WORK_AT_ONCE:
+                await self._owner.rest()
+                work = self._mux.work
+
+    def _place(self, size: int) -> memoryview | None:
+        return self._mux.place(size, self._intake)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                piece = self.outbox.add(await self._next())
+                self._mux.carried += 1
+                self._carried(len(piece.data))
+                began = trio.current_time()
+                await self.channel.send(*piece.records())
+                self._pace(trio.current_time() - began)
+        except PeerGone:
+            self.close()
+
+    async def _next(self) -> Piece:
+        """The next piece, as soon as it may be carried."""
+        upload = self._owner.upload
+        while True:
+            if self.leaving or not self._mux.pieces_waiting:
+                self._pacer.pause()
+                self.channel.release()
+                await self._wake.park()
+            elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._room():
+                await self._wake.park()
+            elif upload is not None and (delay := upload.delay(trio.current_time())):
+                with trio.move_on_after(delay):
+                    await self._wake.park()
+            elif (piece := self._take(upload)) is not None:
+                return piece
+
+    def _take(self, upload: TokenBucket | None) -> Piece | None:
+        now = trio.current_time()
+        piece = self._mux.take_piece(self._size if upload is None else min(self._size, upload.level(now)))
+        if piece is not None:
+            if upload is not None:
+                upload.spend(len(piece.data), now)
+            self._owner.progressed(piece.stream)
+        return piece
+
+    def _pace(self, seconds: float) -> None:
+        """After a piece that took so long to be handed over."""
+        quick, slow = _WRITE_SECONDS
+        if seconds < quick:
+            self._size = min(2 * self._size, _LARGEST)
+        elif seconds > slow:
+            self._size = max(self._size // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST)
+        pacer, now = self._pacer, trio.current_time()
+        if not self._mux.pieces_waiting:
+            pacer.pause()
+        if pacer.due(now) and (path := self.channel.measure()) is not None:
+            pacer.update(now, path)
+            self.channel.pace(pacer.rate, pacer.unsent)
