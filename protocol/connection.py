@@ -39,7 +39,6 @@ from protocol.mux_stream import (
     Retired,
     Stopped,
 )
-from protocol.pacing import Pacer
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
@@ -152,7 +151,6 @@ class Connection:
         self._nursery: trio.Nursery | None = None
         self._pings = 0
         self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
-        self._pacer = Pacer()
         self._heard_at = trio.current_time()
         self._write_began = math.inf  # when what is being written now was handed over
         self._retired_at = math.inf
@@ -384,15 +382,10 @@ class Connection:
 
     def _next_budget(self, budget: int, seconds: float) -> int:
         """The size of the next write, after one that took so long. From time to time, decides the rate too."""
-        pacer, now = self._pacer, trio.current_time()
-        if not self.mux.bulk_waiting:
-            pacer.pause()
-        if pacer.due(now) and (path := self.channel.measure()) is not None:
-            pacer.update(now, path)
-            self.channel.pace(pacer.rate, pacer.unsent)
-        if pacer.burst:
-            whole = pacer.burst // MAX_RECORD * MAX_RECORD
-            return min(whole or pacer.burst, LARGEST_WRITE)
+        self.lanes.pace()
+        if burst := self.lanes.pacer.burst:
+            whole = burst // MAX_RECORD * MAX_RECORD
+            return min(whole or burst, LARGEST_WRITE)
         return _adapted(budget, seconds)
 
     async def _until_writable(self) -> bool:
@@ -407,7 +400,7 @@ class Connection:
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
-                self._pacer.pause()
+                self.lanes.pace()
                 await self._wake.park()
         return False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import os
 import struct
-from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -20,7 +19,6 @@ from protocol.frames import MAX_RECORD
 from protocol.mux import Mux
 from protocol.mux_stream import Event, Intake, MuxStream
 from protocol.noise import CipherState, derive_ciphers
-from protocol.pacing import Pacer
 from protocol.pieces import MAX_UNACKNOWLEDGED, Outbox, Piece
 from protocol.rate import TokenBucket
 from protocol.transport import ByteStream
@@ -135,6 +133,20 @@ class LaneOwner(Protocol):
         """After some records: whoever floods us waits."""
 
 
+class LaneGroup(Protocol):
+    """What a lane needs of those beside it."""
+
+    def has_room(self) -> bool:
+        """More may be carried before something has arrived."""
+        ...
+
+    def on_bulk(self, count: int) -> None:
+        """So many bytes of bulk data were handed over."""
+
+    def pace(self) -> None:
+        """Something was handed over, or there is nothing to hand over: the time to decide the rate."""
+
+
 class Lane:
     """A lane in use. `run` must run for anything to move.
 
@@ -142,19 +154,10 @@ class Lane:
         number: Which.
         channel: Its connection, which it closes.
         owner: Its main connection.
-        room: Whether the lanes together may carry more before something has arrived.
-        carried: Told of the bytes of each piece that it carries.
+        group: All lanes of that.
     """
 
-    def __init__(
-        self,
-        number: int,
-        channel: SecureChannel,
-        owner: LaneOwner,
-        *,
-        room: Callable[[], bool],
-        carried: Callable[[int], None],
-    ) -> None:
+    def __init__(self, number: int, channel: SecureChannel, owner: LaneOwner, group: LaneGroup) -> None:
         self.number = number
         self.channel = channel
         self.outbox = Outbox()
@@ -166,10 +169,8 @@ class Lane:
         """It has carried something."""
         self._owner = owner
         self._mux = owner.mux
-        self._room = room
-        self._carried = carried
+        self._group = group
         self._intake = Intake()
-        self._pacer = Pacer()
         self._size = _SMALLEST
         self._arrived = 0  # bytes, as the kernel says
         self._wake = trio.lowlevel.ParkingLot()
@@ -247,10 +248,11 @@ class Lane:
             while True:
                 piece = self.outbox.add(await self._next())
                 self._mux.carried += 1
-                self._carried(len(piece.data))
+                self._group.on_bulk(len(piece.data))
                 began = trio.current_time()
                 await self.channel.send(*piece.records())
-                self._pace(trio.current_time() - began)
+                self._adapt(trio.current_time() - began)
+                self._group.pace()
         except PeerGone:
             self.close()
 
@@ -259,10 +261,10 @@ class Lane:
         upload = self._owner.upload
         while True:
             if self.leaving or not self._mux.pieces_waiting:
-                self._pacer.pause()
+                self._group.pace()
                 self.channel.release()
                 await self._wake.park()
-            elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._room():
+            elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._group.has_room():
                 await self._wake.park()
             elif upload is not None and (delay := upload.delay(trio.current_time())):
                 with trio.move_on_after(delay):
@@ -279,16 +281,10 @@ class Lane:
             self._owner.progressed(piece.stream)
         return piece
 
-    def _pace(self, seconds: float) -> None:
+    def _adapt(self, seconds: float) -> None:
         """After a piece that took so long to be handed over."""
         quick, slow = _WRITE_SECONDS
         if seconds < quick:
             self._size = min(2 * self._size, _LARGEST)
         elif seconds > slow:
             self._size = max(self._size // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST)
-        pacer, now = self._pacer, trio.current_time()
-        if not self._mux.pieces_waiting:
-            pacer.pause()
-        if pacer.due(now) and (path := self.channel.measure()) is not None:
-            pacer.update(now, path)
-            self.channel.pace(pacer.rate, pacer.unsent)

@@ -19,7 +19,6 @@ LONG = 0.01
 IDLE = 60.0
 """Seconds without bulk data after which lanes are given up."""
 
-_PERSISTENT = 0.5  # seconds that bulk data has to have flowed
 _PERIOD = 1.0  # seconds over which a rate is measured, at least: also ten round trips
 _ROUND_TRIPS = 10
 _GAIN = 1.1  # that twice the lanes have to bring
@@ -35,6 +34,8 @@ class Traffic:
     """Bytes of bulk data handed over."""
     waiting: bool
     """There is more."""
+    held_back: bool
+    """Our own pacing, which follows the queue on the way, allows no more than this."""
     sent: int | None
     """Segments sent; None where the system does not tell."""
     resent: int
@@ -89,7 +90,7 @@ class LanePolicy:
         if rtt < LONG or not self._limit:
             self.wanted = 0
         elif not self.wanted:
-            self.wanted = int(now - self._busy_since >= _PERSISTENT)
+            self.wanted = int(traffic.waiting)
             self._before = self._began = None
             self._settling = True
         elif lanes != self.wanted:
@@ -109,7 +110,7 @@ class LanePolicy:
         if seconds < max(_PERIOD, _ROUND_TRIPS * rtt):
             return
         rate = self._moved / seconds
-        lossy = self._sent is None or self._resent > _LOSSY * self._sent
+        lossy = not traffic.held_back and (self._sent is None or self._resent > _LOSSY * self._sent)
         self._restart(now)
         if self._settling:
             self._settling = False

@@ -6,6 +6,8 @@ carried, the others carry again, or the connection itself when none is left.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -16,6 +18,7 @@ from protocol.errors import HandshakeError, PeerGone, PeerUnreachable
 from protocol.lane import Lane, LaneOwner, answer_call, call, read_call, token_of
 from protocol.lane_policy import MAX_LANES, LanePolicy, Traffic
 from protocol.mux_stream import Acknowledged
+from protocol.pacing import SMALLEST_BURST, Pacer
 from protocol.transport import Address, ByteStream, LineState
 
 TICK = 0.25
@@ -27,6 +30,8 @@ CALL_TIMEOUT = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0  # seconds until lanes are tried again after one failed
 _FAREWELL = 1.0  # seconds of quiet after which a lane that is not needed is closed
 _LAST_NUMBER = 2**32 - 1
+_HELD_BACK = 0.8  # of the rate that is allowed has to be used to say that it is what holds the data back
+_NOTHING = LineState(0.0, 0)
 
 Dial = Callable[[Address], Awaitable[ByteStream]]
 """Connects to an address; see `Transport.dial`."""
@@ -73,7 +78,11 @@ class Lanes:
         self._retry_at = 0.0
         self._moved = 0
         self._shortest = main.rtt
+        self.pacer = Pacer()
+        """Decides the rate of the connection and its lanes together: they share the way."""
         self._meters: dict[SecureChannel, LineState] = {}
+        self._past_acked = 0
+        self._looked: dict[SecureChannel, LineState] = {}  # as of the last look
         self._past_sent = 0
         self._past_received = 0
         self._nursery: trio.Nursery | None = None
@@ -133,6 +142,25 @@ class Lanes:
             self._main.mux.carried -= before - len(lane.outbox)
             self.kick()
 
+    def pace(self) -> None:
+        """Decides the rate from time to time. Called after each write, and when there is nothing to write."""
+        main, pacer, now = self._main, self.pacer, trio.current_time()
+        if not (main.mux.bulk_waiting or main.mux.pieces_waiting):
+            pacer.pause()
+        if not pacer.due(now):
+            return
+        for channel in self._channels():
+            self._measure(channel)
+        channels = [lane.channel for lane in self._lanes.values() if not lane.leaving] or [main.channel]
+        trips = [self._meters[channel].rtt for channel in channels if channel in self._meters]
+        if not trips:
+            return
+        acked = self._past_acked + sum(state.acked for state in self._meters.values())
+        rtt = statistics.median_low(trips)
+        pacer.update(now, LineState(rtt, acked))
+        for channel in channels:
+            channel.pace(pacer.rate / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
+
     async def welcome(self, stream: ByteStream, number: int, nonce: bytes) -> None:
         """Somebody has dialled us who says that it is for a lane of this connection.
 
@@ -187,19 +215,29 @@ class Lanes:
         self._shortest = min(self._shortest, main.rtt)
         sent: int | None = 0
         resent = 0
-        for channel in (main.channel, *(lane.channel for lane in self._lanes.values())):
-            state = channel.measure()
+        for channel in self._channels():
+            state = self._measure(channel)
             if state is None or state.sent is None:
                 sent = None
                 continue
-            before = self._meters.get(channel)
-            self._meters[channel] = state
+            before = self._looked.get(channel)
+            self._looked[channel] = state
             self._shortest = min(self._shortest, state.shortest or self._shortest)
             if before is not None and before.sent is not None and sent is not None:
                 sent += state.sent - before.sent
                 resent += state.resent - before.resent
         waiting = main.mux.bulk_waiting or main.mux.pieces_waiting
-        return Traffic(moved, waiting, sent, resent)
+        held_back = self.pacer.delivered >= _HELD_BACK * self.pacer.rate
+        return Traffic(moved, waiting, held_back, sent, resent)
+
+    def _channels(self) -> list[SecureChannel]:
+        return [self._main.channel, *(lane.channel for lane in self._lanes.values())]
+
+    def _measure(self, channel: SecureChannel) -> LineState | None:
+        state = channel.measure()
+        if state is not None:
+            self._meters[channel] = state
+        return state
 
     async def _open(self) -> None:
         """Dials one lane."""
@@ -228,7 +266,7 @@ class Lanes:
     def _begin(self, number: int, channel: SecureChannel) -> None:
         assert self._nursery is not None
         self._last = max(self._last, number)
-        lane = self._lanes[number] = Lane(number, channel, self._main, room=self._has_room, carried=self.on_bulk)
+        lane = self._lanes[number] = Lane(number, channel, self._main, self)
         self._count()
         self._nursery.start_soon(self._run, lane)
         self._bulk.unpark_all()
@@ -238,7 +276,8 @@ class Lanes:
             await lane.run()
         finally:
             del self._lanes[lane.number]
-            self._meters.pop(lane.channel, None)
+            self._past_acked += self._meters.pop(lane.channel, _NOTHING).acked
+            self._looked.pop(lane.channel, None)
             self._past_sent += lane.channel.bytes_sent
             self._past_received += lane.channel.bytes_received
             lost = lane.outbox.lose()
@@ -256,10 +295,13 @@ class Lanes:
 
     def _count(self) -> None:
         self._main.mux.lanes = sum(1 for lane in self._lanes.values() if not lane.leaving)
+        if self._main.mux.lanes:
+            self._main.channel.pace(math.inf, SMALLEST_BURST)
         self._main.kick()
         self.kick()
 
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
+        """The lanes together may carry more before something has arrived."""
         return sum(lane.outbox.size for lane in self._lanes.values()) < self._most_kept
 
 
