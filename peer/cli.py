@@ -30,6 +30,7 @@ from protocol.errors import (
     DataError,
     HandshakeError,
     IdentityError,
+    IdentityInUse,
     PeerUnreachable,
     RequestRefused,
     SettingsError,
@@ -90,7 +91,7 @@ def exit_code(error: ShoalError) -> int:
             return UNREACHABLE
         case UsageError() | TicketError() | ManifestError() | EventsError() | HomeError():
             return USAGE
-        case DataError() | SettingsError() | AddressError() | IdentityError():
+        case DataError() | SettingsError() | AddressError() | IdentityError() | IdentityInUse():
             return USAGE
     return FAILED
 

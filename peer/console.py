@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from peer.events import Event
     from peer.status import MemberStatus, Status
 
+MEET: Final = (
+    "Two machines behind routers meet only through a peer with a public address: "
+    "start `shoal serve` on one, and all peers with --bootstrap and the address that it prints"
+)
+"""What to do for machines that do not find a way to each other."""
+
 _REFRESH: Final = 4.0  # times a second
 DELIBERATE: Final = ("finished", "cancelled")  # reasons for which a peer stops without a fault
 _SHORT: Final = 8  # characters of a peer id
@@ -70,6 +76,8 @@ def describe(event: Event) -> str | None:
     match event["event"]:
         case "started":
             return f"peer {peer} listens on {event.get('address')}"
+        case "identity_shared":
+            return f"two daemons use this identity, stop one of them: {reason}"
         case "bootstrap_failed":
             return f"nobody to begin with can be reached, and will be tried again: {reason}"
         case "mapped":
@@ -81,6 +89,8 @@ def describe(event: Event) -> str | None:
             return "others can connect to this peer"
         case "reachability" if event["verdict"] == "private":
             return "others cannot connect to this peer: it connects to them, or through others"
+        case "isolated":
+            return f"{reason}. {MEET}"
         case "peer_seen":
             return f"peer {peer} is here"
         case "peer_lost":

@@ -14,6 +14,7 @@ import trio
 from dht import DHT
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
+from peer.console import MEET
 from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
@@ -24,7 +25,7 @@ from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, tell_paths, write_book
+from peer.reach import UNSPECIFIED, Reach, book_entries, is_inside, outward_host, read_book, tell_paths, write_book
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
@@ -33,7 +34,7 @@ from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
 from protocol.identity import PeerId
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
@@ -107,6 +108,7 @@ async def run_daemon(
 
     Raises:
         PeerUnreachable: Joining, and nobody answers.
+        IdentityInUse: Another daemon with the identity of this home takes part, and nobody takes us for that peer.
         HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
         DataError, SettingsError: The data are not what the run is about, or settings cannot be used.
         ComputeFailed: Memory ran out, or a device failed.
@@ -157,7 +159,7 @@ class _Daemon:
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[Ticket]) -> None:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
-        await nursery.start(tell_paths, self.endpoint, self._events, self._rng)
+        await nursery.start(tell_paths, self.endpoint, self._events, self._reach, self._rng)
         await nursery.start(self.endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
@@ -190,12 +192,9 @@ class _Daemon:
             self.endpoint,
             manifest.run_id,
             settings=RoundTimes(grace=settings.round.grace),
-            members=membership.partners,
-            expected=membership.expected,
+            roster=membership,
             report=self._report,
-            admits=membership.knows,
             max_weight=settings.limits.weight,
-            suspect=membership.doubt,
         )
         donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows)
         await nursery.start(membership.run)
@@ -235,16 +234,22 @@ class _Daemon:
         try:
             await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
+            if (in_use := self.endpoint.in_use) is not None:
+                raise in_use from None
             if ticket is None:  # the founder of a run that everybody has left goes on with it alone
                 if self._config.bootstrap:
                     self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
                 return
-            if isinstance(error.__cause__, HandshakeError):
-                raise error.__cause__ from None
-            raise PeerUnreachable(
-                f"none of the {len(contacts)} known peers of this run can be reached",
-                hint="check the network, or ask somebody in the run for a fresh ticket",
-            ) from error
+            # A private address is another machine on each network: that somebody else has ours says nothing.
+            private = all(is_inside(address.host) for _, address in contacts)
+            cause = error.__cause__
+            if isinstance(cause, HandshakeError) and not (private and isinstance(cause, WrongPeer)):
+                raise cause from None
+            known = f"none of the {len(contacts)} known peers of this run can be reached"
+            if private:
+                hint = f"on one network: check that they run. Else: {MEET[0].lower()}{MEET[1:]}"
+                raise PeerUnreachable(f"{known}: all have private addresses only", hint=hint) from error
+            raise PeerUnreachable(known, hint=f"check the network, or ask for a fresh ticket. {MEET}") from error
 
     async def _find_manifest(self) -> Manifest:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""

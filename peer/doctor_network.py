@@ -13,14 +13,15 @@ import attrs
 import trio
 
 from dht import DHT
-from peer.console import size
+from peer import doctor_nat
+from peer.console import MEET, size
 from peer.doctor import Examination, Finding, Findings, Later, Patient, Verdict
 from peer.finding import find_manifest
 from peer.home import Home
-from peer.probe import Measurement, measure
+from peer.probe import measure
 from peer.reach import UNSPECIFIED, is_loopback, outward_host
 from protocol import natpmp
-from protocol.channel import handshake
+from protocol.channel import VERSION, handshake
 from protocol.endpoint import Endpoint
 from protocol.errors import (
     AddressError,
@@ -30,12 +31,13 @@ from protocol.errors import (
     RequestRefused,
     ShoalError,
     WrongPeer,
+    WrongVersion,
 )
 from protocol.identity import Identity, PeerId
 from protocol.portmap import Router, default_gateway, routers
 from protocol.reachability import Reachability
 from protocol.tcp import TcpTransport
-from protocol.transport import Address
+from protocol.transport import Address, ByteStream
 
 DIAL_LIMIT = 5.0
 MAP_LIMIT = 9.0
@@ -69,8 +71,11 @@ class Network:
     examination: Examination
     _bound: Address | None = attrs.field(default=None, init=False)
     _reached: list[PeerId] = attrs.field(factory=list, init=False)
-    _measured: Measurement | None = attrs.field(default=None, init=False)
-    _mapped: bool = attrs.field(default=False, init=False)
+    _observers: list[Address] = attrs.field(factory=list, init=False)
+    _mapped: list[str] = attrs.field(factory=list, init=False)
+    _port: int = attrs.field(default=0, init=False)
+    _seen: list[Address] = attrs.field(factory=list, init=False)
+    _dialled: bool | None = attrs.field(default=None, init=False)
 
     async def examine(self, nursery: trio.Nursery) -> None:
         """Takes all steps. The endpoint runs in the nursery, also after this."""
@@ -88,12 +93,22 @@ class Network:
             if self.patient.run is not None:
                 await step("run", 8.0, partial(self._run, nursery), "ask for a fresh ticket", late="fail")
             await step("speed", 8.0, self._speed, "the way to that peer is very slow; ask for another ticket")
+        await self._surroundings(nursery, mapping)
+
+    async def _surroundings(self, nursery: trio.Nursery, mapping: Later | None) -> None:
+        """The steps about what is in between. They wait for others, and so do all at once."""
+        step, observing, relaying = self.examination.step, Later(self._observe), Later(self._relay)
+        if self._reached:
+            await step("connect", 4.0, self._connect, _OFFLINE)
+            nursery.start_soon(observing.run)
             if self._bound is not None:
                 await step("dial-back", 8.0, self._dial_back, "a firewall may drop what comes from outside")
+            nursery.start_soon(relaying.run)
         if mapping is not None:
             await step("mapping", MAP_LIMIT, mapping.result, "forward a port in the router, and --announce it")
-        if self._measured is not None:
-            await step("nat", 1.0, self._nat, _OFFLINE)
+        if self._reached:
+            await step("nat", doctor_nat.OBSERVE_SECONDS + 0.5, partial(self._nat, observing), _OFFLINE)
+            await step("relay", 6.0, relaying.result, MEET)
 
     async def _listen(self, nursery: trio.Nursery) -> Findings:
         try:
@@ -112,7 +127,8 @@ class Network:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._bound.host, self._bound.host)
         begun = trio.current_time()
         try:
-            await self._handshake(Address(host, self._bound.port), self.endpoint.peer_id)
+            stream = await self._connect_to(Address(host, self._bound.port))
+            await self._shake_hands(stream, self.endpoint.peer_id)
         except ShoalError as error:
             return [Finding("loopback", "fail", f"this machine cannot connect to itself: {error}", _FIREWALL)]
         return [Finding("loopback", "ok", f"connected to itself in {_ms(trio.current_time() - begun)}")]
@@ -141,46 +157,53 @@ class Network:
 
     async def _dial(self) -> Findings:
         """Each address. That some do not answer is no failure as long as another one does."""
-        found: dict[int, Finding] = {}
+        found: dict[int, list[Finding]] = {}
 
         async def try_one(index: int, peer: PeerId, address: Address) -> None:
-            begun = trio.current_time()
+            findings = found[index] = []
             name = f"{address} ({peer.short})"
             try:
-                connected = await self._handshake(address, peer)
+                begun = trio.current_time()
+                stream = await self._connect_to(address)
+                findings.append(Finding("dial", "ok", f"{name}: connected in {_ms(trio.current_time() - begun)}"))
+                begun = trio.current_time()
+                await self._shake_hands(stream, peer)
             except ShoalError as error:
                 reason, advice = explain(error)
-                found[index] = Finding("dial", "fail", f"{name}: {reason}", advice)
+                step = "version" if isinstance(error, WrongVersion) else "handshake" if findings else "dial"
+                findings.append(Finding(step, "fail", f"{name}: {reason}", advice))
                 return
+            took = _ms(trio.current_time() - begun)
+            findings.append(Finding("handshake", "ok", f"{name}: has proved who it is, in {took}"))
             self.endpoint.learn(peer, address)
+            self._observers.append(address)
             if peer not in self._reached:
                 self._reached.append(peer)
-            both = f"connected in {_ms(connected - begun)}, handshake in {_ms(trio.current_time() - connected)}"
-            found[index] = Finding("dial", "ok", f"{name}: {both}")
 
         async with trio.open_nursery() as nursery:
             for index, (peer, address) in enumerate(self.patient.contacts):
                 nursery.start_soon(try_one, index, peer, address)
-        findings = [found[index] for index in sorted(found)]
-        if self._reached:
-            return [attrs.evolve(f, verdict="warn") if f.verdict == "fail" else f for f in findings]
-        return findings
+        order = ("dial", "handshake", "version")
+        findings = sorted((f for index in sorted(found) for f in found[index]), key=lambda f: order.index(f.step))
+        if not self._reached:
+            return findings
+        spoken = Finding("version", "ok", f"all who are reached speak version {VERSION} of the protocol, as we do")
+        return [attrs.evolve(f, verdict="warn") if f.verdict == "fail" else f for f in findings] + [spoken]
 
-    async def _handshake(self, address: Address, peer: PeerId) -> float:
-        """Finds out who is at an address, as somebody who never comes in. Returns when the connection was there."""
-        with trio.move_on_after(DIAL_LIMIT) as dialling:
-            stream = await TcpTransport().dial(address)
-        if dialling.cancelled_caught:
-            raise PeerUnreachable(f"no answer within {DIAL_LIMIT:g} s")
-        connected = trio.current_time()
-        with trio.move_on_after(DIAL_LIMIT - 0.5) as greeting:
+    async def _connect_to(self, address: Address) -> ByteStream:
+        with trio.move_on_after(DIAL_LIMIT):
+            return await TcpTransport().dial(address)
+        raise PeerUnreachable(f"no answer within {DIAL_LIMIT:g} s")
+
+    async def _shake_hands(self, stream: ByteStream, peer: PeerId) -> None:
+        """Finds out who is there, as somebody who never comes in."""
+        with trio.move_on_after(DIAL_LIMIT - 0.5):
             channel = await handshake(
                 stream, Identity.generate(), initiator=True, psk=self.patient.swarm_key, expected=peer
             )
             await channel.aclose()
-        if greeting.cancelled_caught:
-            raise HandshakeError("it took the connection, and then said nothing")
-        return connected
+            return
+        raise HandshakeError("it took the connection, and then said nothing")
 
     async def _run(self, nursery: trio.Nursery) -> Findings:
         """Whether the run of the ticket is to be found, as a newcomer would."""
@@ -216,18 +239,18 @@ class Network:
         problem = ""
         for peer in self._reached[:3]:
             try:
-                found = self._measured = await measure(self.endpoint, peer, limit=6.0)
+                found = await measure(self.endpoint, peer, limit=6.0)
             except ShoalError as error:
                 problem = f"{peer.short}: {error}"
                 if isinstance(error, RequestRefused):
                     continue
                 break
-            slow = min(found.upload, found.download) < SLOW
+            slow = min(found.upload or 0.0, found.download or 0.0) < SLOW
             verdict: Verdict = "warn" if slow else "ok"
-            way = f"{size(found.upload)}/s up, {size(found.download)}/s down, to peer {peer.short}"
+            way = f"{_rate(found.upload)} up, {_rate(found.download)} down, to peer {peer.short}"
             advice = "rounds will take long; is something else using the line?"
             findings = [
-                Finding("rtt", "ok", f"{_ms(found.rtt)} to peer {peer.short} and back"),
+                Finding("rtt", "ok", f"{_ms(found.rtt)} to peer {peer.short} and back{self._others(peer)}"),
                 Finding("speed", verdict, way, advice if slow else None),
             ]
             if abs(found.clock) > CLOCKS_AGREE:
@@ -240,15 +263,34 @@ class Network:
             return findings
         return [Finding("speed", "warn", f"not measured: {problem}", "try again in a minute")]
 
-    async def _dial_back(self) -> Findings:
-        """Whether those who were reached can connect to us."""
-        for peer in self._reached:
+    def _others(self, measured: PeerId) -> str:
+        """The round trips to the rest of the swarm, as far as it is connected."""
+        known = [self.endpoint.statistics(peer) for peer in self.endpoint.connected if peer != measured]
+        trips = sorted(each.rtt for each in known if each is not None)
+        if len(trips) < 2:
+            return f"; {_ms(trips[0])} to another" if trips else ""
+        return f"; {_ms(trips[0])} to {_ms(trips[-1])} to {len(trips)} others"
+
+    async def _connect(self) -> Findings:
+        """Connects to all who were reached, to be able to ask them. That one cannot be reached any more is no news."""
+
+        async def connect(peer: PeerId) -> None:
             with contextlib.suppress(ShoalError):
                 await self.endpoint.connect(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in self._reached:
+                nursery.start_soon(connect, peer)
+        return []
+
+    async def _dial_back(self) -> Findings:
+        """Whether those who were reached can connect to us."""
         match await Reachability(self.endpoint, rng=random.Random()).check():
             case "public":
+                self._dialled = True
                 return [Finding("dial-back", "ok", "others can dial this machine")]
             case "private":
+                self._dialled = False
                 advice = "others reach it through a relay, or by punching; forward a port in the router to be dialled"
                 return [Finding("dial-back", "warn", "others cannot dial this machine", advice)]
         return [Finding("dial-back", "ok", "whether others can dial this machine is not known: nobody could tell")]
@@ -268,6 +310,7 @@ class Network:
                 grant = await router.map(port, Address("0.0.0.0", port), MAPPED_FOR)
                 grant.check()
                 inside = ", behind another router" if natpmp.is_inside(grant.external.host) else ""
+                self._mapped.append(grant.external.host)
                 answers.append(f"{grant.external} ({router.method}{inside})")
                 await router.unmap(port)
             except MappingFailed as error:
@@ -276,33 +319,45 @@ class Network:
         async with trio.open_nursery() as nursery:
             for router in routers(None if gateway is None else Address(gateway, natpmp.PORT)):
                 nursery.start_soon(ask, router, self._bound.port)
-        self._mapped = bool(answers)
         if answers:
             return [Finding("mapping", "ok", f"the router maps {', '.join(sorted(answers))}; removed again")]
         reason = "there is no router" if gateway is None else "; ".join(sorted(refusals))
         advice = "others may not be able to dial this machine: forward a port in the router, and --announce it"
         return [Finding("mapping", "warn", f"no port was mapped: {reason}", advice)]
 
-    async def _nat(self) -> Findings:
-        """What can be told from how one peer sees us."""
-        assert self._measured is not None
-        seen = self._measured.seen.host
+    async def _observe(self) -> Findings:
+        """Where several peers see one port of ours, for the step "nat"."""
+        more = [a for peer in self.endpoint.connected for a in self.endpoint.addresses(peer)[:1]]
+        places = {(address.host, address.port): address for address in [*self._observers, *more]}
+        with contextlib.suppress(AddressError):  # the step "port" has told why
+            self._port, self._seen = await doctor_nat.observe(
+                self.endpoint, list(places.values()), self.patient.listen.host
+            )
+        return []
+
+    async def _nat(self, observing: Later) -> Findings:
+        """What is between this machine and others. All that this depends on has been found out, or given up."""
+        await observing.result()
         own = outward_host() if self._bound is None or self._bound.host in UNSPECIFIED else self._bound.host
-        if is_loopback(seen):
-            return [Finding("nat", "ok", "not known: the peer is on this machine")]
-        if seen == own:
-            return [Finding("nat", "ok", f"peers see this machine at its own address, {own}")]
-        message = f"behind a router: this machine is {own}, and peers see {seen}"
-        if self._mapped:
-            return [Finding("nat", "ok", f"{message}; it maps a port")]
-        advice = "others cannot dial this machine; forward a port in the router, and --announce it"
-        return [Finding("nat", "warn", message, advice)]
+        seen = self._seen
+        if not seen and self.endpoint.host_seen is not None:
+            seen = [Address(self.endpoint.host_seen, 0)]
+        found = doctor_nat.Surroundings(own=own, port=self._port, seen=seen, mapped=self._mapped, dialled=self._dialled)
+        return [doctor_nat.explain_nat(found)]
+
+    async def _relay(self) -> Findings:
+        """Whether somebody in reach relays."""
+        return await doctor_nat.relay(
+            self.endpoint, self._reached[:3], self.patient.swarm_key, needed=self._dialled is not True
+        )
 
 
 def explain(error: ShoalError) -> tuple[str, str]:
     """Why a dial or a handshake failed, in short, and what to do."""
     if isinstance(error, WrongPeer):
         return f"another peer is there: {error}", "that peer has moved, or made a new identity: ask for a fresh ticket"
+    if isinstance(error, WrongVersion):
+        return str(error), error.hint or "update the older of the two"
     if isinstance(error, HandshakeError):
         return f"refused: {error}", error.hint or "is it a peer of Shoal, and of this version?"
     match _errno(error):
@@ -335,6 +390,10 @@ def _is_name(host: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def _rate(bytes_a_second: float | None) -> str:
+    return "nothing" if bytes_a_second is None else f"{size(bytes_a_second)}/s"
 
 
 def _ms(seconds: float) -> str:

@@ -74,6 +74,7 @@ async def run_helper(
 
     Raises:
         AddressError: It cannot listen there.
+        IdentityInUse: Another helper with the identity of this home is there, and nobody takes us for it.
     """
     rng = rng or random.Random()
     endpoint = Endpoint(
@@ -122,7 +123,7 @@ class _Helper:
 
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[str]) -> None:
         config = self._config
-        await nursery.start(tell_paths, self._endpoint, self._events, self._rng)
+        await nursery.start(tell_paths, self._endpoint, self._events, self._reach, self._rng)
         await nursery.start(self._endpoint.run, config.listen)
         await nursery.start(self._dht.run)
         nursery.start_soon(self._watch)
@@ -141,6 +142,8 @@ class _Helper:
         try:
             await self._dht.bootstrap(contacts)
         except PeerUnreachable as error:
+            if (in_use := self._endpoint.in_use) is not None:
+                raise in_use from None
             if ticket is not None or self._config.bootstrap:
                 self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
 

@@ -44,7 +44,7 @@ AVOIDED = 10.0
 """Seconds for which a peer that could not be reached, or refused us, is not dialled again because somebody names it."""
 
 STABLE = 5.0
-"""A connection that broke sooner than this after the hello is not made anew at once."""
+"""A connection that breaks sooner than this, in seconds, after the one before it is not made anew at once."""
 
 NEAR = 2
 """A member that is no further behind catches up by fetching the results of the rounds that it lacks."""
@@ -127,8 +127,6 @@ class Member:
     tip: Tip | None
     active: bool
     number: int = 0
-    since: float = 0.0
-    """When it said hello, on trio's clock."""
     progressed: int = 0
     """The revision that we held when it told us this tip."""
 
@@ -185,6 +183,7 @@ class Membership:
         self._awaited: dict[PeerId, float] = {}
         self._avoided: dict[PeerId, float] = {}  # until when
         self._former: dict[PeerId, bool] = {}  # members that were lost
+        self._broke: dict[PeerId, float] = {}  # when the connection to a member broke last
         self._doubts: dict[PeerId, _Doubt] = {}
         self.refusal: RequestRefused | None = None
         """Why the last peer of this run that did not take us for a member refused."""
@@ -237,6 +236,11 @@ class Membership:
             if behind or member.tip.digest == mine.digest:
                 found.add(member.peer)
         return sorted(found)
+
+    def arriving(self) -> list[PeerId]:
+        """Peers that may be members in a moment: whoever was connected, or is connected to another member."""
+        now = trio.current_time()
+        return sorted(peer for peer, until in self._awaited.items() if until > now)
 
     def better(self, *, branched: PeerId | None = None) -> Member | None:
         """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
@@ -433,11 +437,10 @@ class Membership:
         known = self._members.get(peer)
         if not self._endpoint.is_connected(peer) or (known is not None and known.number > status.number):
             return True
-        since = trio.current_time() if known is None else known.since
         progressed = 0 if self._tip is None else self._tip.revision
         if known is not None and known.tip == tip:
             progressed = known.progressed
-        self._members[peer] = Member(peer, tip, status.active, status.number, since, progressed)
+        self._members[peer] = Member(peer, tip, status.active, status.number, progressed)
         if known is None:
             self._former.pop(peer, None)
             self._seen(peer)
@@ -445,10 +448,12 @@ class Membership:
         return True
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
-        lost = self._forget(peer, reason)
-        if lost is not None and peer not in self._greeting:
+        if self._forget(peer, reason) is not None and peer not in self._greeting:
             # Connections that break at once, again and again, must not keep both sides busy.
-            flaps = trio.current_time() - lost.since < STABLE
+            now = trio.current_time()
+            flaps = now - self._broke.pop(peer, -math.inf) < STABLE
+            self._broke[peer] = now
+            _shorten(self._broke)
             self._begin_to_greet(peer, expected=not flaps, later=flaps)
 
     def _forget(self, peer: PeerId, reason: str) -> Member | None:

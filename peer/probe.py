@@ -7,7 +7,7 @@ in size, number and time: in the long run, one every five seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Annotated
 
 import attrs
@@ -16,7 +16,7 @@ import trio
 
 from protocol.door import origin
 from protocol.endpoint import Endpoint
-from protocol.errors import RequestRefused, RequestTimeout
+from protocol.errors import RequestRefused, RequestTimeout, ShoalError
 from protocol.identity import PeerId
 from protocol.rate import Quota
 from protocol.stream import Stream
@@ -29,7 +29,7 @@ MAX_PROBE = 8 << 20
 SERVE_LIMIT = 15.0
 """Seconds that an answer may take; meanwhile others are told that we are busy."""
 
-FIRST = 256 << 10
+FIRST = 128 << 10
 """Bytes of a first measurement, which decides on the size of the next."""
 
 LONG_ENOUGH = 0.5
@@ -86,9 +86,9 @@ class Prober:
         self._busy = True
         try:
             with trio.fail_after(SERVE_LIMIT):
-                await _receive(stream, probe.send)
+                await _receive(stream, probe.send, _Passed())
                 await stream.send(ProbeAnswer(statistics.remote, self._clock()))
-                await _send(stream, probe.want)
+                await _send(stream, probe.want, _Passed())
                 await stream.finish()
         except trio.TooSlowError:
             raise RequestRefused(f"the probe took longer than {SERVE_LIMIT:.0f} s", code="busy") from None
@@ -106,16 +106,18 @@ class Measurement:
     """How many seconds its clock is ahead of ours, give or take `rtt`."""
     rtt: float
     """Seconds for a small request, the quickest of some."""
-    upload: float
-    """Bytes per second, from us to it."""
-    download: float
-    """Bytes per second, from it to us."""
+    upload: float | None
+    """Bytes per second, from us to it; None if none went in time."""
+    download: float | None
+    """Bytes per second, from it to us; None if none came in time."""
 
 
 async def measure(
     endpoint: Endpoint, peer: PeerId, *, limit: float = 8.0, clock: Callable[[], float] = time.time
 ) -> Measurement:
     """Measures the way to a peer, with at most `MAX_PROBE` + `FIRST` bytes each way.
+
+    What does not end in time still says how fast the bytes went until then; those on their way up count as there.
 
     Args:
         endpoint: Ours.
@@ -125,28 +127,52 @@ async def measure(
 
     Raises:
         RequestRefused: It does not answer probes now.
-        RequestTimeout: The way is too slow to be measured in that time.
+        RequestTimeout: It does not answer in that time.
         ShoalError: It cannot be reached.
     """
+    deadline = trio.current_time() + limit
     try:
-        with trio.fail_after(limit):
-            answer, rtt, _ = await _exchange(endpoint, peer, 0, 0)
-            ahead = answer.clock - clock() + rtt / 2
-            upload = await _rate(lambda size: _exchange(endpoint, peer, size, 0), rtt)
-            download = await _rate(lambda size: _exchange(endpoint, peer, 0, size), 0.0)
+        with trio.fail_at(deadline):
+            answer, rtt = await _exchange(endpoint, peer, 0, 0, _Passed())
     except trio.TooSlowError:
-        raise RequestTimeout(f"{FIRST >> 10} KiB each way took longer than {limit:g} s") from None
+        raise RequestTimeout(f"{peer.short} did not answer a probe within {limit:g} s") from None
+    ahead = answer.clock - clock() + rtt / 2
+    upload = await _rate(endpoint, peer, up=True, latency=rtt, until=(trio.current_time() + deadline) / 2)
+    try:
+        download = await _rate(endpoint, peer, up=False, latency=0.0, until=deadline)
+    except ShoalError:  # the connection may not have survived what we have sent
+        download = None
     statistics = endpoint.statistics(peer)
     heartbeat = statistics.rtt if statistics is not None else None
     return Measurement(answer.seen, ahead, rtt if heartbeat is None else min(rtt, heartbeat), upload, download)
 
 
-async def _rate(exchange: Callable[[int], Awaitable[tuple[ProbeAnswer, float, float]]], latency: float) -> float:
-    """Bytes per second, by as many bytes as fill about a second."""
-    size, rate = FIRST, 0.0
+@attrs.define
+class _Passed:
+    """Bytes that have gone one way, and the seconds that this took."""
+
+    bytes: int = 0
+    begun: float = attrs.field(factory=trio.current_time)
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / max(1e-6, trio.current_time() - self.begun)
+
+
+async def _rate(endpoint: Endpoint, peer: PeerId, *, up: bool, latency: float, until: float) -> float | None:
+    """Bytes per second, by as many bytes as fill about a second; or what is known of that at time `until`."""
+    size, rate, passed = FIRST, 0.0, _Passed()
     for _ in range(2):
-        _, up, down = await exchange(size)
-        seconds = max(1e-6, (up if down == 0.0 else down) - latency)
+        with trio.move_on_at(until) as patience:
+            try:
+                _, seconds = await _exchange(endpoint, peer, size if up else 0, 0 if up else size, passed)
+            except ShoalError:
+                if not passed.bytes:
+                    raise
+                return passed.rate
+        if patience.cancelled_caught:
+            return passed.rate if passed.bytes else None
+        seconds = max(1e-6, seconds - latency)
         rate = size / seconds
         if seconds >= LONG_ENOUGH:
             break
@@ -154,26 +180,32 @@ async def _rate(exchange: Callable[[int], Awaitable[tuple[ProbeAnswer, float, fl
     return rate
 
 
-async def _exchange(endpoint: Endpoint, peer: PeerId, send: int, want: int) -> tuple[ProbeAnswer, float, float]:
-    """One probe: the answer, the seconds until it was there, and the seconds that the wanted bytes took after it."""
+async def _exchange(
+    endpoint: Endpoint, peer: PeerId, send: int, want: int, passed: _Passed
+) -> tuple[ProbeAnswer, float]:
+    """One probe: the answer; and the seconds until it was there, or that the wanted bytes took after it."""
     await endpoint.connect(peer)
     begun = trio.current_time()
     async with endpoint.open(peer, Probe(send, want), bulk=send + want > 0) as stream:
-        await _send(stream, send)
+        await _send(stream, send, passed)
         answer = await stream.receive(ProbeAnswer)
         answered = trio.current_time()
-        await _receive(stream, want)
+        await _receive(stream, want, passed)
+        ended = trio.current_time()
         await stream.finish()
-    return answer, answered - begun, trio.current_time() - answered if want else 0.0
+        await stream.receive_some(bytearray(1))  # the end: from then on, the next probe is welcome
+    return answer, ended - answered if want else answered - begun
 
 
-async def _send(stream: Stream, count: int) -> None:
+async def _send(stream: Stream, count: int, passed: _Passed) -> None:
     chunk = memoryview(bytes(_CHUNK))
     for sent in range(0, count, _CHUNK):
         await stream.send_bytes(chunk[: count - sent])
+        passed.bytes += min(_CHUNK, count - sent)
 
 
-async def _receive(stream: Stream, count: int) -> None:
+async def _receive(stream: Stream, count: int, passed: _Passed) -> None:
     chunk = memoryview(bytearray(_CHUNK))
     for received in range(0, count, _CHUNK):
         await stream.receive_into(chunk[: count - received])
+        passed.bytes += min(_CHUNK, count - received)

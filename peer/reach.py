@@ -14,15 +14,19 @@ import trio
 from peer.contact import Contact
 from peer.events import EventLog
 from peer.home import Home, write_atomically
+from protocol import natpmp
 from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import ShoalError
 from protocol.identity import PeerId
 from protocol.portmap import Mapping, keep_mapped
-from protocol.reachability import Reachability
+from protocol.reachability import Reachability, Verdict
 from protocol.transport import Address
 
 MAX_BOOK = 200
 """Addresses in the book."""
+
+ISOLATION_PERIOD = 20.0
+"""Seconds between two looks at whether others find a way to us; a router takes ten to refuse a port."""
 
 UNSPECIFIED = ("0.0.0.0", "::")
 LOOPBACK = "127.0.0.1"
@@ -87,14 +91,20 @@ class Reach:
 async def tell_paths(
     endpoint: Endpoint,
     events: EventLog,
+    reach: Reach,
     rng: random.Random,
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Finds out whether others can connect to us, and tells that and how we are connected to whom, until cancelled."""
+    """Finds out whether others can connect to us, and tells that and how we are connected to whom, until cancelled.
+
+    Also tells, once, if some of them take another daemon with our identity for this peer. If all do, the endpoint ends.
+    """
+    shared = False
     reachability = Reachability(endpoint, rng=rng, report=lambda verdict: events.emit("reachability", verdict=verdict))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(reachability.run)
+        nursery.start_soon(_tell_isolation, endpoint, events, reach, reachability)
         while True:  # a watcher that cannot keep up is dropped
             with endpoint.watch() as changes:
                 task_status.started()
@@ -103,6 +113,37 @@ async def tell_paths(
                     known = endpoint.statistics(change.peer)
                     if not isinstance(change, PeerLost) and known is not None:
                         events.emit("connected", peer=change.peer, path=change.path, rtt=round(known.rtt, 6))
+                    if not shared and endpoint.copied is not None and endpoint.in_use is None:
+                        shared = True
+                        events.emit("identity_shared", reason=str(endpoint.copied))
+
+
+async def _tell_isolation(endpoint: Endpoint, events: EventLog, reach: Reach, reachability: Reachability) -> None:
+    """Tells when it turns out that this peer and another one like it could not meet."""
+    told: str | None = None
+    while True:
+        await trio.sleep(ISOLATION_PERIOD)
+        reason = isolation(reachability.verdict, reach.addresses[0], relays=bool(endpoint.relays))
+        if reason is not None and reason != told:
+            events.emit("isolated", reason=reason)
+        told = reason
+
+
+def isolation(verdict: Verdict, address: Address, *, relays: bool) -> str | None:
+    """Why a peer behind another router would not find a way to us; None if it would, as far as we know.
+
+    Args:
+        verdict: Whether others can connect to us.
+        address: Where we tell them to.
+        relays: Whether we are connected to a peer that passes on bytes for others.
+    """
+    if relays or verdict == "public":
+        return None
+    if verdict == "private":
+        return "others cannot connect to this peer, and no peer in reach relays for it"
+    if is_inside(address.host):
+        return f"{address} means this peer on its own network only, and no peer in reach relays for it"
+    return None
 
 
 def outward_host() -> str | None:
@@ -121,6 +162,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_inside(host: str) -> bool:
+    """Whether a host is an address that means something on its own network only."""
+    try:
+        return natpmp.is_inside(host)
+    except ValueError:
+        return False
 
 
 def read_book(home: Home) -> list[Contact]:

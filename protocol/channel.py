@@ -14,7 +14,7 @@ import attrs
 import trio
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer
+from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer, WrongVersion
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
 from protocol.noise import KEY_SIZE, CipherState, Handshake
 from protocol.records import RecordReader, RecordWriter
@@ -70,7 +70,8 @@ async def handshake(
 
     Raises:
         WrongPeer: it is somebody else than `expected`.
-        HandshakeError: the other side speaks another protocol or version, has not the right swarm key, cannot prove
+        WrongVersion: it speaks another version of the protocol.
+        HandshakeError: the other side speaks another protocol, has not the right swarm key, cannot prove
             its identity, or took longer than `HANDSHAKE_TIMEOUT`. The message says which.
     """
     if len(features) > MAX_FEATURES:
@@ -317,7 +318,7 @@ class _Session:
         if not theirs.startswith(_MAGIC):
             raise HandshakeError(f"{remote} speaks another protocol than Shoal's")
         if version != VERSION:
-            raise HandshakeError(
+            raise WrongVersion(
                 f"{remote} speaks version {version} of Shoal's protocol, and we speak version {VERSION}",
                 hint="Update the older of the two.",
             )

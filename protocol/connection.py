@@ -17,6 +17,7 @@ from attrs.validators import ge, gt, le, optional
 
 from protocol.channel import SecureChannel
 from protocol.errors import (
+    IdentityInUse,
     PeerGone,
     ProtocolError,
     ShoalError,
@@ -125,7 +126,7 @@ class Connection:
         self.initiator = initiator
         self.path = path
         self.failure: ShoalError | None = None
-        """Why the connection ended: `PeerGone`, or `ProtocolError` if the peer broke the rules."""
+        """Why the connection ended: `PeerGone` (or `IdentityInUse`), or `ProtocolError` if the peer broke the rules."""
         self.rtt = channel.rtt
         """Smoothed round-trip time in seconds."""
         self._limits = limits
@@ -213,13 +214,15 @@ class Connection:
         return stream
 
     def check(self) -> None:
-        """Raises `PeerGone` if the connection is over."""
+        """Raises `PeerGone`, or `IdentityInUse`, if the connection is over."""
         if self.failure is not None:
-            raise PeerGone(str(self.failure))
+            kind = IdentityInUse if isinstance(self.failure, IdentityInUse) else PeerGone
+            raise kind(str(self.failure))
 
-    def close(self, reason: str) -> None:
-        """Ends the connection, telling the peer why."""
-        self._end(PeerGone(f"the connection to {self.peer.short} was closed on our side: {reason}"), farewell=reason)
+    def close(self, reason: str, *, evidence: bytes = b"") -> None:
+        """Ends the connection, telling the peer why; with evidence if the reason is that its identity is in use."""
+        failure = PeerGone(f"the connection to {self.peer.short} was closed on our side: {reason}")
+        self._end(failure, farewell=reason, evidence=evidence)
 
     def fail(self, error: ProtocolError) -> None:
         """Ends the connection because the peer broke the rules."""
@@ -269,14 +272,14 @@ class Connection:
         self._slots.unpark_all()
         self.kick()
 
-    def _end(self, failure: ShoalError, *, farewell: str | None = None) -> None:
+    def _end(self, failure: ShoalError, *, farewell: str | None = None, evidence: bytes = b"") -> None:
         if self.failure is not None:
             return
         self.failure = failure
         if farewell is None:
             self._writing.cancel()
         else:
-            self.mux.goodbye(farewell)
+            self.mux.goodbye(farewell, evidence)
         self._over.set()
         self.kick()
         self._slots.unpark_all()
@@ -336,6 +339,8 @@ class Connection:
                 self.lanes.on_acknowledged(event)
             case LanesWanted(count):
                 self.lanes.on_wanted(count)
+            case Goodbye(reason, evidence) if evidence:
+                raise IdentityInUse(f"{self.peer.short} says that {reason}", evidence=evidence)
             case Goodbye(reason):
                 raise PeerGone(f"{self.peer.short} closed the connection: {reason}")
             case Retired():
@@ -397,6 +402,7 @@ class Connection:
                 delay = 0.0 if self.upload is None else self.upload.delay(trio.current_time())
                 if not delay:
                     return True
+                self.lanes.pacer.pause()
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:

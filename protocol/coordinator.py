@@ -7,9 +7,9 @@ those who are ready.
 Phases:
 - *collecting*: from the first ready peer until all live ones are, or the grace time is over;
 - *running*: a plan is out. It ends well when every member holds the result. When a member is lost or reports a failure
-  before anybody holds the result, the next plan goes out without the culprit; when somebody holds it already, the plan
-  is called off and the others fetch the result. Every attempt has a time limit and every failed one costs a member, so
-  a round ends;
+  before anybody holds the result, the next plan goes out without the culprit (but if all others are lost at once, we
+  collect again); when somebody holds it already, the plan is called off and the others fetch the result. Every attempt
+  has a time limit and every failed one costs a member, so a round ends;
 - *over*: `holder` names a peer with the result, and whoever is still here is sent there.
 """
 
@@ -75,6 +75,8 @@ class View:
 
     expected: frozenset[PeerId]
     """Connected members that this round may bring together, ourselves included: who is not ready is waited for."""
+    arriving: frozenset[PeerId]
+    """Peers that may be among those in a moment: they are waited for as well, and not asked yet."""
     leading: bool
     """Whether it is up to us to coordinate."""
     rank: int
@@ -138,6 +140,7 @@ class Coordinator:
     def _reset(self) -> None:
         self.plan = self.closes = self.holder = None
         self._blamed: set[PeerId] = set()
+        self._alone = False  # we have lost all others once
         self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
         self._answers: dict[PeerId, Answer] = {}
         self._refusals: Counter[PeerId] = Counter()
@@ -270,6 +273,7 @@ class Coordinator:
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
+        awaited |= view.arriving - fit.keys() - self._blamed
         if not awaited or now >= self.closes + self._extension(awaited, fit, view):
             self._propose(now, view)
 
@@ -363,7 +367,17 @@ class Coordinator:
         self._blamed |= culprits
         names = ", ".join(sorted(peer.short for peer in culprits or self._refused))
         self._actions.append(Aborted(plan, f"{names} {reason}"))
-        self._propose(now, view)
+        if not self._alone and plan.members != (self._peer,) and lost >= waiting - {self._peer}:
+            self._look_around(lost)
+            self._collect(now, view)
+        else:
+            self._propose(now, view)
+
+    def _look_around(self, lost: set[PeerId]) -> None:
+        """Opens the window again, once a round. Whoever loses everybody at once has perhaps been away itself."""
+        blamed = self._blamed - lost
+        self._reset()
+        self._blamed, self._alone = blamed, True
 
     def _culprits(self, plan: Plan) -> set[PeerId]:
         """Who is at the root of the reports.

@@ -25,6 +25,17 @@ HEAD_START = 1.0
 """Seconds that the addresses get before relays are tried: whoever drops connections silently would take ten."""
 
 
+class Dial:
+    """A dial in progress, for all who wait for it."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.scope = trio.CancelScope()
+        self.peer: PeerId | None = None
+        self.error: ShoalError | None = None
+        self.answered = False  # a handshake is complete
+
+
 async def first_to_answer(
     addresses: Sequence[Address],
     attempt: Callable[[Route], Awaitable[SecureChannel]],

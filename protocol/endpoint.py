@@ -17,11 +17,12 @@ from protocol import wire
 from protocol.book import AddressBook, Strikes
 from protocol.channel import HANDSHAKE_TIMEOUT, SecureChannel, handshake
 from protocol.connection import Connection, Limits
-from protocol.dialer import Route, first_to_answer
+from protocol.dialer import Dial, Route, first_to_answer
 from protocol.door import Door, Greeting
 from protocol.errors import (
     AddressError,
     HandshakeError,
+    IdentityInUse,
     Overloaded,
     PeerGone,
     PeerUnreachable,
@@ -38,6 +39,7 @@ from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, P
 from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
 from protocol.relay import Relay, RelayedStream
+from protocol.rivals import Rivals
 from protocol.stream import Stream
 from protocol.transport import Address, ByteStream, Listener, Path, Transport
 from protocol.wire import Message
@@ -48,17 +50,6 @@ _T = TypeVar("_T")
 
 _REDIAL = 5.0  # seconds for dialling a peer directly that is connected through a relay
 _MAX_RELAYS = 8  # that are tried for one peer
-
-
-class _Dial:
-    """A dial in progress, for all who wait for it."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.scope = trio.CancelScope()
-        self.peer: PeerId | None = None
-        self.error: ShoalError | None = None
-        self.answered = False  # a handshake is complete
 
 
 class Endpoint:
@@ -105,15 +96,17 @@ class Endpoint:
         self._links = Links(self.peer_id)
         self._connections = self._links.connections
         self._relay = Relay(self._links, self._limits, self._greet_relayed)
-        self._observer = Observer(self._links, self._probe)
+        self._observer = Observer(self._links, self.probe)
         self._puncher = Puncher(self._links, transport, locate=self._locate, port=self._port, meet=self._meet)
-        self._dials: dict[PeerId | Address, _Dial] = {}
+        self._rivals = Rivals(identity, self._instance, self._links, self._limits.heartbeat)
+        self._dials: dict[PeerId | Address, Dial] = {}
         self._door = Door(self._limits)
         self._book = AddressBook()
         self._strikes = Strikes()
         self._nursery: trio.Nursery | None = None
         self._relay.register(self.handle)
         self._puncher.register(self.handle)
+        self._rivals.register(self.handle)
 
     # What others see of us.
 
@@ -141,6 +134,7 @@ class Endpoint:
 
         Raises:
             AddressError: If we cannot listen there.
+            IdentityInUse: If another daemon with our identity is in our place, see `rivals`.
         """
         listener = None if listen is None else await self._transport.listen(listen)
         try:
@@ -150,13 +144,25 @@ class Endpoint:
                     self.address = listener.address
                     nursery.start_soon(self._accept, listener)
                 task_status.started(self.address)
-                await trio.sleep_forever()
+                verdict = await self._rivals.outcome()
+                nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
             self.address = None
             if listener is not None:
                 with trio.CancelScope(shield=True):
                     await listener.aclose()
+        raise verdict
+
+    @property
+    def in_use(self) -> IdentityInUse | None:
+        """The reason, if nobody takes us in because another daemon with our identity is there. Else None."""
+        return self._rivals.verdict
+
+    @property
+    def copied(self) -> IdentityInUse | None:
+        """Why somebody did not take us in, if there is another daemon with our identity; others may have. Else None."""
+        return self._rivals.refusal
 
     # Whom we know.
 
@@ -222,7 +228,7 @@ class Endpoint:
         if self._nursery is None:  # as while everything is being shut down
             raise PeerUnreachable(f"cannot connect to {_name(target)}: this endpoint is not running")
         if dial is None:
-            dial = self._dials[target] = _Dial()
+            dial = self._dials[target] = Dial()
             self._nursery.start_soon(self._dial, target, dial)
         await dial.done.wait()
         if dial.error is not None:
@@ -303,7 +309,7 @@ class Endpoint:
 
     # Dialling and being dialled.
 
-    async def _dial(self, target: PeerId | Address, dial: _Dial) -> None:
+    async def _dial(self, target: PeerId | Address, dial: Dial) -> None:
         try:
             with dial.scope:
                 dial.peer = await self._dial_anew(target, dial)
@@ -314,7 +320,7 @@ class Endpoint:
                 del self._dials[target]
             dial.done.set()
 
-    async def _dial_anew(self, target: PeerId | Address, dial: _Dial, *, may_relay: bool = True) -> PeerId:
+    async def _dial_anew(self, target: PeerId | Address, dial: Dial, *, may_relay: bool = True) -> PeerId:
         expected = target if isinstance(target, PeerId) else None
         if expected is not None and self._strikes.is_banned(expected, trio.current_time()):
             raise PeerUnreachable(f"{expected.short} is banned for repeated protocol errors")
@@ -335,13 +341,12 @@ class Endpoint:
             await channel.aclose()
             raise PeerUnreachable(f"{route} is this very peer")
         theirs = await self._theirs(channel)
-        self._learn_from(channel.peer_id, theirs, None)
-        if isinstance(route, Address):
-            self._book.learn(channel.peer_id, (route,), proven=True)
         path: Path = "direct" if isinstance(route, Address) else "relayed"
-        refusal = self._register(channel, theirs, initiator=True, dial=number, path=path)
+        refusal = await self._register(channel, theirs, initiator=True, dial=number, path=path)
         if refusal is not None:
             raise PeerUnreachable(f"no connection to {channel.peer_id.short}: {refusal}")
+        if isinstance(route, Address):
+            self._book.learn(channel.peer_id, (route,), proven=True)
         return channel.peer_id
 
     async def _shake_hands_with(self, route: Route, expected: PeerId | None, features: bytes) -> SecureChannel:
@@ -408,9 +413,8 @@ class Endpoint:
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)
                     return
-                self._learn_from(channel.peer_id, theirs, None if relayed else channel.remote.host)
                 path: Path = "direct" if relayed is None else "relayed"
-                self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
+                await self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
         except HandshakeError:
             pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
         finally:
@@ -418,8 +422,11 @@ class Endpoint:
 
     # Finding out where we are seen, and direct connections in place of relayed ones.
 
-    async def _probe(self, address: Address, port: int) -> tuple[SecureChannel, Address | None]:
-        """See `punch.Probe`."""
+    async def probe(self, address: Address, port: int) -> tuple[SecureChannel, Address | None]:
+        """Dials an address from a local port, only to be seen; raises as `connect` does.
+
+        Returns the channel, for the caller to close, and where the other side sees it come from, if it says so.
+        """
         stream = await self._transport.dial(address, local_port=port)
         features = self._hello(0, probe=True)
         channel = await handshake(stream, self._identity, initiator=True, psk=self._psk, features=features)
@@ -435,7 +442,7 @@ class Endpoint:
         )
         theirs = await self._theirs(channel)
         dial = number if initiator else theirs.dial
-        self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
+        await self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
 
     async def _locate(self) -> Address:
         port = self._port()
@@ -449,12 +456,17 @@ class Endpoint:
     async def _redial(self, peer: PeerId) -> None:
         """Dials the addresses of a peer that is connected through a relay."""
         with trio.move_on_after(_REDIAL):
-            await self._dial_anew(peer, _Dial(), may_relay=False)
+            await self._dial_anew(peer, Dial(), may_relay=False)
 
     def host(self, peer: PeerId) -> str | None:
         """Where a peer is, as far as we see; None unless it is connected directly."""
         link = self._links.get(peer)
         return None if link is None or link.relayed else link.connection.channel.remote.host
+
+    @property
+    def relays(self) -> tuple[PeerId, ...]:
+        """The connected peers that pass on bytes for others, those with the shortest way first."""
+        return tuple(self._relay.relays(self.peer_id))
 
     @property
     def relaying(self) -> bool:
@@ -490,21 +502,10 @@ class Endpoint:
             with trio.CancelScope(shield=True):
                 await channel.aclose()
 
-    def _learn_from(self, peer: PeerId, theirs: Hello, host: str | None) -> None:
-        """Where somebody says that it listens.
-
-        Args:
-            peer: Who.
-            theirs: What it says.
-            host: Where it connected from, if it has dialled us.
-        """
-        addresses = [] if theirs.address is None else [theirs.address]
-        if theirs.port and host is not None:
-            addresses.append(Address(host, theirs.port))
-        if theirs.local and theirs.address and theirs.address.host == self._links.host_seen():  # behind the same router
-            addresses.append(theirs.local)
-        if addresses and peer != self.peer_id:
-            self._book.learn(peer, tuple(dict.fromkeys(addresses)), proven=True)
+    @property
+    def host_seen(self) -> str | None:
+        """The host that most of those whom we dialled see us at; None as long as nobody is connected who says so."""
+        return self._links.host_seen()
 
     def advertised(self) -> Address | None:
         """Where others are to connect to: as configured, else as mapped, else our port at the host that others see."""
@@ -528,8 +529,11 @@ class Endpoint:
 
     # One connection for each peer.
 
-    def _register(self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int, path: Path) -> str | None:
+    async def _register(
+        self, channel: SecureChannel, theirs: Hello, *, initiator: bool, dial: int, path: Path
+    ) -> str | None:
         """Begins a connection. Returns why it cannot stay, or None."""
+        rival = await self._rivals.of(channel, theirs.instance)
         relayed = path == "relayed"  # the caps are kept on the connection to the relay
         connection = Connection(
             channel,
@@ -544,6 +548,12 @@ class Endpoint:
         )
         self._connections[connection] = None
         self._running().start_soon(self._run_connection, connection)
+        if rival is not None:
+            connection.close(rival.reason, evidence=rival.evidence)
+            return rival.reason
+        host = None if initiator or path != "direct" else channel.remote.host
+        if channel.peer_id != self.peer_id and (places := theirs.places(host, self._links.host_seen())):
+            self._book.learn(channel.peer_id, places, proven=True)
         refusal = self._refusal(connection)
         if refusal is not None:
             connection.close(refusal)
@@ -585,6 +595,7 @@ class Endpoint:
         # What comes over a relay may be the relay's fault.
         if isinstance(connection.failure, ProtocolError) and connection.path != "relayed":
             self._strikes.strike(connection.peer, trio.current_time())
+        self._rivals.ended(connection)
         self._links.ended(connection)
 
 

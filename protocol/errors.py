@@ -66,6 +66,10 @@ class WrongPeer(HandshakeError):
     """The handshake succeeded, but with another peer than the one that was dialled."""
 
 
+class WrongVersion(HandshakeError):
+    """The other side speaks another version of the protocol."""
+
+
 class ProtocolError(ShoalError):
     """A peer sent bytes or messages that the protocol does not allow. The connection ends."""
 
@@ -75,6 +79,19 @@ class ProtocolError(ShoalError):
 
 class PeerGone(ShoalError):
     """The connection to a peer ended while something was waiting for it."""
+
+
+class IdentityInUse(PeerGone):
+    """A peer ended the connection because another daemon with our identity is connected to it.
+
+    Args:
+        message: Who says so, and where the other daemon is.
+        evidence: What proves that there is one; see `rivals`. To be verified.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, evidence: bytes = b"") -> None:
+        super().__init__(message, hint=hint)
+        self.evidence = evidence
 
 
 class StreamReset(ShoalError):

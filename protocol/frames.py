@@ -29,6 +29,12 @@ FIN = 1
 BULK = 1
 """Flag of OPEN."""
 
+IN_USE = 1
+"""Flag of GOODBYE: there is another daemon with the receiver's identity, and evidence of it before the text."""
+
+EVIDENCE = 72
+"""Bytes of it: the other daemon's instance and its signature, see `rivals`."""
+
 _MAX_TEXT = 512  # bytes: enough for people
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -126,6 +132,18 @@ def unpack_reset(payload: memoryview) -> tuple[str, str]:
         raise ProtocolError("malformed RESET frame")
     split = 1 + payload[0]
     return unpack_text(payload[1:split]), unpack_text(payload[split:])
+
+
+def unpack_goodbye(flags: int, payload: memoryview) -> tuple[str, bytes]:
+    """The text of a GOODBYE, and the evidence that an identity is in use, or nothing.
+
+    Raises:
+        ProtocolError: If it is malformed.
+    """
+    size = EVIDENCE if flags & IN_USE else 0
+    if len(payload) < size:
+        raise ProtocolError("malformed GOODBYE frame")
+    return unpack_text(payload[size:]), bytes(payload[:size])
 
 
 class Packer:

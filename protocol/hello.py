@@ -30,3 +30,17 @@ class Hello:
     """Whether it passes on bytes for others."""
     probe: bool = False
     """Whether the connection only serves to find out something about the network, and is over after the handshake."""
+
+    def places(self, host: str | None, ours: str | None) -> tuple[Address, ...]:
+        """Where it says that it listens.
+
+        Args:
+            host: Where it connected from, if it has dialled us.
+            ours: The host that others see us at.
+        """
+        places = [] if self.address is None else [self.address]
+        if self.port and host is not None:
+            places.append(Address(host, self.port))
+        if self.local and self.address and self.address.host == ours:  # behind the same router
+            places.append(self.local)
+        return tuple(dict.fromkeys(places))

@@ -19,6 +19,7 @@ from protocol.frames import MAX_RECORD
 from protocol.mux import Mux
 from protocol.mux_stream import Event, Intake, MuxStream
 from protocol.noise import CipherState, derive_ciphers
+from protocol.pacing import Pacer
 from protocol.pieces import MAX_UNACKNOWLEDGED, Outbox, Piece
 from protocol.rate import TokenBucket
 from protocol.transport import ByteStream
@@ -135,6 +136,8 @@ class LaneOwner(Protocol):
 
 class LaneGroup(Protocol):
     """What a lane needs of those beside it."""
+
+    pacer: Pacer
 
     def has_room(self) -> bool:
         """More may be carried before something has arrived."""
@@ -267,6 +270,7 @@ class Lane:
             elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._group.has_room():
                 await self._wake.park()
             elif upload is not None and (delay := upload.delay(trio.current_time())):
+                self._group.pacer.pause()
                 with trio.move_on_after(delay):
                     await self._wake.park()
             elif (piece := self._take(upload)) is not None:

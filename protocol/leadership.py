@@ -23,6 +23,7 @@ from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Plan, coordinators
+from protocol.roster import Roster
 from protocol.round_messages import (
     MAX_ADDRESSES,
     Accepted,
@@ -45,9 +46,7 @@ class Leadership:
     Args:
         revision: The revision that the round makes.
         spawn: Starts a task of the round; does nothing once everything is being shut down.
-        members: The live, synchronised members: the candidates for coordinating.
-        expected: The connected members that may take part in the round, also if they have to catch up before.
-        admits: Whether a peer is a connected member at all.
+        roster: Who can take part.
         patience: How long a round waits for members that are late; see `View`.
         base: The digest of our own state before the round; None while we are not there yet.
         notify: Called when the round's window opens.
@@ -63,9 +62,7 @@ class Leadership:
         tag: str,
         times: RoundTimes,
         spawn: Callable[..., None],
-        members: Callable[[], Collection[PeerId]],
-        expected: Callable[[], Collection[PeerId]],
-        admits: Callable[[PeerId], bool],
+        roster: Roster,
         patience: Callable[[], float],
         base: Callable[[], bytes | None],
         notify: Callable[[], None],
@@ -74,9 +71,8 @@ class Leadership:
         self.revision = revision
         self._endpoint, self._run, self._tag, self._times = endpoint, run, tag, times
         self._peer = endpoint.peer_id
-        self._spawn, self._members, self._base = spawn, members, base
-        self._expected, self._admits, self._patience = expected, admits, patience
-        self._notify, self._aborted = notify, aborted
+        self._spawn, self._roster = spawn, roster
+        self._patience, self._base, self._notify, self._aborted = patience, base, notify, aborted
         self.acceptor = Acceptor(self._peer)
         self.coordinator = Coordinator(run=run, tag=tag, revision=revision, peer=self._peer, times=times)
         self.opened: float | None = None
@@ -178,10 +174,10 @@ class Leadership:
         hint = self._hint
         if hint is None or hint in self._lost or trio.current_time() >= self._hint_ends:
             return None
-        return hint if hint == self._peer or self._admits(hint) else None
+        return hint if hint == self._peer or self._roster.knows(hint) else None
 
     def _live(self) -> frozenset[PeerId]:
-        return (frozenset(self._members()) | {self._peer}) - self._lost
+        return (frozenset(self._roster.partners()) | {self._peer}) - self._lost
 
     def _best(self, without: frozenset[PeerId]) -> PeerId:
         live = (self._live() - without) | {self._peer}
@@ -279,10 +275,16 @@ class Leadership:
             leading = self.attending == self._peer
         else:
             leading = self._coordinating or (self._hinted or self._best(frozenset())) == self._peer
-        everybody = frozenset(self._members()) | {self._peer}
+        everybody = frozenset(self._roster.partners()) | {self._peer}
         rank = coordinators(self._run, self.revision, everybody, tag=self._tag).index(self._peer)
-        expected = frozenset(self._expected()) | everybody
-        return View(expected=expected, leading=leading, rank=rank, base=self._base(), patience=self._patience())
+        return View(
+            expected=frozenset(self._roster.expected()) | everybody,
+            arriving=frozenset(self._roster.arriving()),
+            leading=leading,
+            rank=rank,
+            base=self._base(),
+            patience=self._patience(),
+        )
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -70,6 +70,15 @@ class Link:
     theirs: Hello
     dial: int  # the dialling side's count
     since: float
+    _handshake: int = attrs.field(init=False)  # bytes that had been received when it began
+
+    def __attrs_post_init__(self) -> None:
+        self._handshake = self.connection.channel.bytes_received
+
+    @property
+    def heard(self) -> bool:
+        """The other side has said something since the handshake. It does so as soon as it has taken us in."""
+        return self.connection.channel.bytes_received > self._handshake
 
     @property
     def relayed(self) -> bool:
@@ -109,13 +118,17 @@ class Links:
         """The connections that go through nobody else."""
         return [link for link in self._links.values() if not link.relayed]
 
+    def any_heard(self) -> bool:
+        """Whether anybody has taken us in."""
+        return any(link.heard for link in self._links.values())
+
     def admit(self, new: Link) -> None:
-        """Decides between a new connection and the one that there is. The one that is not used is retired."""
+        """Decides between a new connection and the one that there is, both of the same instance of a peer.
+
+        The one that is not used is retired.
+        """
         peer = new.connection.peer
         old = self._links.get(peer)
-        if old is not None and old.theirs.instance != new.theirs.instance:
-            old.connection.close("the peer started anew")  # calls `ended`
-            old = None
         if old is None:
             self._links[peer] = new
             self._publish(PeerConnected(peer, new.connection.path))

@@ -29,6 +29,7 @@ from protocol.frames import (
     BULK,
     FIN,
     HEADER,
+    IN_USE,
     MAX_RECORD,
     PIECE,
     U32,
@@ -39,8 +40,8 @@ from protocol.frames import (
     pack_reset,
     pack_text,
     unpack,
+    unpack_goodbye,
     unpack_reset,
-    unpack_text,
 )
 from protocol.inflow import discard, next_offset, note_end, place, read_into, take_in
 from protocol.mux_stream import (
@@ -224,10 +225,16 @@ class Mux:
         """Tells the other side that so many pieces have arrived on a lane."""
         self._acks[lane] = pieces
 
-    def goodbye(self, reason: str) -> None:
-        """Ends the connection: nothing but the urgent frames before it is sent any more."""
+    def goodbye(self, reason: str, evidence: bytes = b"") -> None:
+        """Ends the connection: nothing but the urgent frames before it is sent any more.
+
+        Args:
+            reason: For people.
+            evidence: `EVIDENCE` bytes if the other side's identity is in use; see `rivals`.
+        """
         if self._farewell is None:
-            self._farewell = pack(Kind.GOODBYE, 0, 0, pack_text(reason))
+            flags = IN_USE if evidence else 0
+            self._farewell = pack(Kind.GOODBYE, flags, 0, evidence + pack_text(reason))
 
     def read_into(self, stream: MuxStream, buffer: memoryview) -> int:
         """Moves what has arrived to `buffer`; returns the number of bytes. The caller owes a `grant` for them."""
@@ -376,7 +383,7 @@ class Mux:
                 self.peer_retired = True
                 events.append(Retired())
             case Kind.GOODBYE:
-                events.append(Goodbye(unpack_text(payload)))
+                events.append(Goodbye(*unpack_goodbye(flags, payload)))
             case Kind.ACK:
                 events.append(Acknowledged(*ACK.unpack(payload)))
             case Kind.LANES:

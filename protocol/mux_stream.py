@@ -180,6 +180,8 @@ class Goodbye:
     """The other side ends the connection, for this reason."""
 
     reason: str
+    evidence: bytes = b""
+    """That our identity is in use, if that is the reason."""
 
 
 @attrs.frozen

@@ -19,6 +19,8 @@ from protocol.transport import LineState
 
 SMALLEST_BURST = 1 << 14
 LARGEST_BURST = 1 << 22
+SLOWEST = 1 << 14
+"""Bytes per second below which nothing is paced: it holds up everything on the connection, pings as well."""
 
 _BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
 _UNSENT_SECONDS = (0.003, 0.006)  # and what may wait unsent lasts so long
@@ -72,7 +74,7 @@ class Pacer:
         return now >= self._due
 
     def pause(self) -> None:
-        """There is no bulk data to send: what arrives says nothing about the link."""
+        """There is no bulk data to send, or none may be sent: what arrives says nothing about the link."""
         self._steady = False
 
     def update(self, now: float, path: LineState) -> None:
@@ -91,6 +93,7 @@ class Pacer:
             low, high = _UNSENT_SECONDS
             self._patience = min(max(low, change * self._patience), high)
             self._decide(path.rtt)
+            self.rate = max(self.rate, SLOWEST)
             self._asked.append(self.rate)
             self._previous = min(self.rate, self.delivered)
         self.delivered = max(self.delivered, arrived)

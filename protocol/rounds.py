@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
 import attrs
@@ -31,6 +31,7 @@ from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
 from protocol.ring import all_finite, vector_bytes
+from protocol.roster import Roster
 from protocol.round_messages import (
     MAX_ADDRESSES,
     MAX_TRIED,
@@ -98,14 +99,10 @@ class Rounds:
         endpoint: Carries everything; its handlers for round messages are registered here.
         run_id: 32 bytes.
         settings: How long to wait for what.
-        members: Gives the live, synchronised members at the moment; whether it includes ourselves does not matter.
-        expected: Gives the connected members that can take part in the next round, also those that have to catch up
-            before; `members` if None.
+        roster: Who can take part.
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
-        admits: Whether a peer may take part at all; everybody else is refused.
         max_weight: The most that one peer's values may count.
-        suspect: Called with a coordinator that has kept us for so many seconds, and was silent or without a result.
     """
 
     def __init__(
@@ -114,18 +111,14 @@ class Rounds:
         run_id: bytes,
         *,
         settings: RoundTimes,
-        members: Callable[[], Collection[PeerId]],
-        expected: Callable[[], Collection[PeerId]] | None = None,
+        roster: Roster,
         report: Callable[[RoundEvent], None],
         tag: str = "",
-        admits: Callable[[PeerId], bool] = lambda peer: True,
         max_weight: float = MAX_WEIGHT,
-        suspect: Callable[[PeerId, float], None] = lambda peer, seconds: None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
-        self._members, self._expected, self._report = members, expected or members, report
-        self._admits, self._max_weight, self._suspect = admits, max_weight, suspect
-        self._inbox = RingInbox(run_id, tag, settings.stall, admits)
+        self._roster, self._report, self._max_weight = roster, report, max_weight
+        self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
@@ -182,7 +175,7 @@ class Rounds:
     @property
     def heard(self) -> tuple[int, PeerId] | None:
         """The newest revision that some live member says it holds, and that member."""
-        return self._heard if self._heard is not None and self._heard[1] in self._members() else None
+        return self._heard if self._heard is not None and self._heard[1] in self._roster.partners() else None
 
     def opened(self, revision: int) -> float | None:
         """Until when (trio's clock) this peer should be ready for the round that makes `revision`.
@@ -255,7 +248,7 @@ class Rounds:
         """Goes from one coordinator to the next until one of them finishes the round; the last resort is ourselves."""
         revision = work.offer.revision
         redirects, failures = 0, 0
-        while failures <= len(self._members()) + 3:
+        while failures <= len(self._roster.partners()) + 3:
             leadership = self._leadership(revision)
             leader = leadership.next_leader()
             begun = trio.current_time()
@@ -281,7 +274,7 @@ class Rounds:
                 failures += 1
                 leadership.lose(leader)
                 if isinstance(error, RequestTimeout):
-                    self._suspect(leader, trio.current_time() - begun)
+                    self._roster.doubt(leader, trio.current_time() - begun)
             await trio.lowlevel.checkpoint()
         raise RoundAborted(f"no coordinator could finish the round for revision {revision}")
 
@@ -299,7 +292,7 @@ class Rounds:
             tried=tuple(tried),
         )
         patience = self._times.grace + self._times.slack
-        patience += 2 * self._times.attempt(offer.length, len(self._members()) + 1)
+        patience += 2 * self._times.attempt(offer.length, len(self._roster.partners()) + 1)
         limit = trio.current_time() + 2 * patience  # one plan after the other, in vain, is no better than none
         leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
         try:
@@ -415,9 +408,7 @@ class Rounds:
                 tag=self._tag,
                 times=self._times,
                 spawn=self._spawn,
-                members=self._members,
-                expected=self._expected,
-                admits=self._admits,
+                roster=self._roster,
                 patience=lambda: self._reducing,
                 base=lambda: self._digests.get(revision - 1),
                 notify=self._spread_news,
@@ -434,7 +425,7 @@ class Rounds:
     def _check_request(self, request: Ready | RoundOpen | FetchResult, peer: PeerId) -> None:
         if (request.run, request.tag) != (self._run, self._tag):
             raise RequestRefused("this peer does not take part in that run", code="unknown_run")
-        if not self._admits(peer):
+        if not self._roster.knows(peer):
             raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
         if self._tip is None or self._nursery is None:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
@@ -443,7 +434,11 @@ class Rounds:
         """A peer holds this revision, or says so. Of much later ones we learn otherwise, with proof."""
         assert self._tip is not None
         heard = self.heard
-        if revision < self._tip + _LOOKAHEAD and peer in self._members() and (heard is None or revision > heard[0]):
+        if (
+            revision < self._tip + _LOOKAHEAD
+            and peer in self._roster.partners()
+            and (heard is None or revision > heard[0])
+        ):
             self._heard = (revision, peer)
             self._spread_news()
 
@@ -471,7 +466,7 @@ class Rounds:
         """Why a ready peer cannot stay here, or None."""
         coordinator = leadership.coordinator
         if coordinator.holder is not None:
-            if coordinator.holder in self._members():
+            if coordinator.holder in self._roster.partners():
                 return Ahead(ready.revision, coordinator.holder)
             coordinator.reopen()
         target = leadership.redirect(peer, ready.tried) if peer != self._endpoint.peer_id else None

@@ -31,6 +31,7 @@ SHELLS = {
     "protocol/punch.py",
     "protocol/reachability.py",
     "protocol/relay.py",
+    "protocol/rivals.py",
     "protocol/rounds.py",
     "protocol/sessions.py",
     "protocol/stream.py",

@@ -182,12 +182,11 @@ class Swarm:
 
         def done() -> bool:
             common = set.intersection(*({r for r in daemon.committed if r > after} for daemon in daemons))
-            # One that was alone meanwhile may have made a branch of its own, up to the round in which it gave that up.
-            same = (r for r in common if len({daemon.digests[r] for daemon in daemons}) == 1)
-            found[:] = sorted(r for r in same if set(daemons[0].committed[r].names("contributors")) == everybody)
+            found[:] = sorted(r for r in common if set(daemons[0].committed[r].names("contributors")) == everybody)
             return bool(found)
 
         await self.until(done, f"a round of {', '.join(daemon.name for daemon in daemons)} together")
+        assert len({daemon.digests[found[0]] for daemon in daemons}) == 1
         return found[0]
 
     async def progress(self, *daemons: Daemon, rounds: int = 3) -> None:
@@ -225,10 +224,10 @@ class Swarm:
                 pytest.fail(f"waited in vain for: {what}")
             await trio.sleep(POLL)
 
-    def check_agreement(self, *daemons: Daemon) -> None:
-        """Which of these (or of all) held a revision held the same as the others."""
+    def check_agreement(self) -> None:
+        """Whoever held a revision held the same as everybody else."""
         held: dict[int, set[str]] = {}
-        for daemon in daemons or self.daemons:
+        for daemon in self.daemons:
             for revision, digest in daemon.digests.items():
                 held.setdefault(revision, set()).add(digest)
         assert {revision: digests for revision, digests in held.items() if len(digests) > 1} == {}

@@ -49,9 +49,7 @@ async def test_peers_killed_in_mid_reduce_cost_only_an_attempt(swarm):
         await swarm.until(lambda: all(attempt in daemon.committed for daemon in alive), f"round {attempt} without it")  # noqa: B023
         commits = [daemon.committed[attempt] for daemon in alive]
         assert all(commit.integer("attempt") >= 2 for commit in commits)
-        contributors = {frozenset(commit.names("contributors")) for commit in commits}
-        assert len(contributors) == 1
-        assert contributors.pop() <= {daemon.peer for daemon in alive}
+        assert all(set(commit.names("contributors")) == {daemon.peer for daemon in alive} for commit in commits)
         assert len({commit.text("digest") for commit in commits}) == 1
     await swarm.stop(*alive)
     swarm.check_agreement()
@@ -88,5 +86,4 @@ async def test_a_stalled_peer_holds_nobody_up_and_catches_up(swarm):
     two.send(signal.SIGCONT)
     await swarm.together(founder, one, two)
     await swarm.stop(founder, one, two)
-    # On waking, the third finds itself alone for a moment, and may make a round for itself that it then gives up.
-    swarm.check_agreement(founder, one)
+    swarm.check_agreement()

@@ -5,12 +5,20 @@ import sys
 
 import pytest
 
+from peer.doctor import Finding
 from peer.ticket import Ticket
 from protocol.transport import Address
 from tests.net.conftest import PORT
 from tests.net.topology import Nat
 
 pytestmark = pytest.mark.netns
+
+
+def examined(host, target):
+    """What `shoal doctor` finds on a host, by step; of several findings of a step, the last."""
+    report = json.loads(host.namespace.run(sys.executable, "-m", "peer", "doctor", target, "--json"))
+    assert report["ok"], report
+    return {step["step"]: Finding(**step) for step in report["steps"]}
 
 
 async def test_a_founder_behind_a_mapping_router_is_joined_from_outside(port_mapping, internet, net_swarm, tmp_path):
@@ -33,16 +41,10 @@ async def test_a_founder_behind_a_mapping_router_is_joined_from_outside(port_map
     await net_swarm.rounds_together([founder, other], 2)
 
     ticket = founder.child.ticket.read_text().strip()
-    report = json.loads(outside.namespace.run(sys.executable, "-m", "peer", "doctor", ticket, "--json"))
-    verdicts = {step["step"]: step["verdict"] for step in report["steps"] if step["step"] != "dial"}
-    assert report["ok"]
-    assert verdicts["run"] == verdicts["nat"] == "ok"
-    at_home = [sys.executable, "-m", "peer", "doctor", f"{other.id}@{outside.address}:{PORT}", "--json"]
-    report = json.loads(inside.namespace.run(*at_home))
-    findings = {step["step"]: step["message"] for step in report["steps"]}
-    assert report["ok"]
-    assert findings["mapping"].startswith(f"the router maps {inside.public}:")
-    assert (
-        findings["nat"]
-        == f"behind a router: this machine is {inside.address}, and peers see {inside.public}; it maps a port"
-    )
+    report = examined(outside, ticket)
+    assert report["run"].verdict == report["nat"].verdict == "ok", report
+    report = examined(inside, f"{other.id}@{outside.address}:{PORT}")
+    assert report["mapping"].message.startswith(f"the router maps {inside.public}:"), report
+    behind = f"behind a router: this machine is {inside.address}, and peers see {inside.public}"
+    assert report["nat"] == Finding("nat", "ok", f"{behind}; it maps a port"), report
+    assert report["relay"].verdict == "ok", report

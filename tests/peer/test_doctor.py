@@ -10,9 +10,10 @@ import pytest
 import trio
 
 from dht import DHT, members_key
-from peer import doctor_machine, doctor_network
+from peer import doctor_machine, doctor_nat, doctor_network
 from peer.contact import named
 from peer.doctor import LIMIT, Examination, Finding, Patient, Report, examine
+from peer.doctor_nat import Surroundings, explain_nat
 from peer.doctor_network import explain
 from peer.finding import ManifestReply, ManifestRequest
 from peer.home import Home
@@ -20,8 +21,8 @@ from peer.manifest import Manifest
 from peer.probe import Prober
 from peer.settings import MembershipSettings, Settings
 from peer.ticket import Ticket, TicketError
-from protocol.endpoint import Endpoint
-from protocol.errors import AddressError, HandshakeError, MappingFailed, PeerUnreachable, RequestRefused
+from protocol.endpoint import Endpoint, Limits
+from protocol.errors import AddressError, HandshakeError, MappingFailed, PeerUnreachable, RequestRefused, RequestTimeout
 from protocol.identity import Identity, PeerId
 from protocol.natpmp import Grant
 from protocol.reachability import DialBack, DialBackResult, Reachability
@@ -49,9 +50,9 @@ def healthy_machine(monkeypatch):
 async def member(nursery):
     """`await member()` makes a peer on loopback that answers probes, knows a run, and is in its DHT."""
 
-    async def make(manifest=None, psk=None):
+    async def make(manifest=None, psk=None, limits=None):
         identity = Identity.generate()
-        endpoint = Endpoint(identity, TcpTransport(), psk=psk, rng=random.Random())
+        endpoint = Endpoint(identity, TcpTransport(), psk=psk, limits=limits, rng=random.Random())
         dht = DHT(endpoint, identity, rng=random.Random())
         Prober(endpoint)
         Reachability(endpoint, rng=random.Random())
@@ -108,12 +109,23 @@ def code_of(findings):
 async def test_a_peer_that_can_be_reached(healthy_machine, member, patient):
     endpoint, _ = await member()
     findings = await findings_of(patient(endpoint))
-    steps = ["port", "loopback", "dial", "rtt", "speed", "clock", "dial-back", "nat"]
-    assert [finding.step for finding in findings] == steps
+    steps = "port loopback dial handshake version rtt speed clock dial-back nat relay"
+    assert [finding.step for finding in findings] == steps.split()
     assert of(findings, "dial-back") == [("ok", "others can dial this machine")]
     assert {finding.verdict for finding in findings} == {"ok"}
     assert "/s up, " in of(findings, "speed")[0][1]
+    assert of(findings, "relay")[0][1].startswith(f"peer {endpoint.peer_id.short} relays: ")
     assert code_of(findings) == 0
+
+
+def trio_verdict(verdict):
+    """A method that says this."""
+
+    async def check(self):
+        await trio.lowlevel.checkpoint()
+        return verdict
+
+    return check
 
 
 async def silent(nursery):
@@ -162,26 +174,27 @@ async def test_a_verdict_for_each_address(healthy_machine, member, patient, nurs
         (somebody, Address("nobody.invalid", 7070)),
     ]
     complaints = [
-        "refused: nobody listens there",
-        "another peer is there",
-        "asks for a swarm key, and we have none",
-        "took the connection, and then said nothing",
-        "speaks another protocol",
-        "speaks version 99",
-        "nobody.invalid",
+        ("dial", "refused: nobody listens there"),
+        ("handshake", "another peer is there"),
+        ("handshake", "asks for a swarm key, and we have none"),
+        ("handshake", "took the connection, and then said nothing"),
+        ("handshake", "speaks another protocol"),
+        ("version", "speaks version 99"),
+        ("dial", "nobody.invalid"),
     ]
     findings = await findings_of(patient(good, *bad))
-    dials = of(findings, "dial")
-    assert dials[0][0] == "ok"
-    for (verdict, message), complaint in zip(dials[1:], complaints, strict=True):
+    for (_, address), (step, complaint) in zip(bad, complaints, strict=True):
+        ((verdict, message),) = [each for each in of(findings, step) if f"{address} " in each[1] and each[0] != "ok"]
         assert verdict == "warn"
         assert complaint in message
+    assert len([verdict for verdict, _ in of(findings, "dial") if verdict == "ok"]) == 6
+    assert of(findings, "version")[-1] == ("ok", "all who are reached speak version 1 of the protocol, as we do")
     assert of(findings, "dns")[0][0] == "warn"
     assert all(finding.advice for finding in findings if finding.verdict != "ok")
     assert code_of(findings) == 0
 
     findings = await findings_of(patient(*bad))
-    assert {verdict for verdict, _ in of(findings, "dial")} == {"fail"}
+    assert [verdict for verdict, _ in of(findings, "handshake") + of(findings, "version")] == ["fail"] * 5
     assert code_of(findings) == 3
 
 
@@ -219,7 +232,8 @@ async def test_a_private_run_and_its_key(healthy_machine, member, patient):
     endpoint, _ = await member(psk=KEY)
     assert code_of(await findings_of(patient(endpoint, swarm_key=KEY))) == 0
     findings = await findings_of(patient(endpoint, swarm_key=b"w" * 32))
-    assert "another swarm key" in of(findings, "dial")[0][1]
+    assert "another swarm key" in of(findings, "handshake")[0][1]
+    assert code_of(findings) == 3
 
 
 async def test_a_port_that_is_taken(healthy_machine, member, patient):
@@ -238,7 +252,7 @@ async def test_a_peer_that_measures_nothing(healthy_machine, patient, nursery):
     await nursery.start(mute.run, LOOPBACK)
     findings = await findings_of(patient(mute))
     assert of(findings, "speed")[0][0] == "warn"
-    assert of(findings, "nat") == []
+    assert of(findings, "nat") == [("ok", "not known: the peer is on this machine")]
     assert code_of(findings) == 0
 
 
@@ -257,6 +271,40 @@ async def test_a_machine_that_cannot_be_dialled(healthy_machine, patient, nurser
     ((verdict, message),) = of(findings, "dial-back")
     assert (verdict, "cannot dial" in message) == (("warn", True) if answers else ("ok", False))
     assert code_of(findings) == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(relay=False), "the peer in reach does not relay: two machines that nobody can dial will not meet"),
+        (Limits(max_circuits=1, max_circuits_of_peer=1), "offered to relay, and did not"),
+    ],
+    ids=["unwilling", "busy"],
+)
+@pytest.mark.parametrize("public", [True, False])
+async def test_a_peer_that_does_not_relay(healthy_machine, member, patient, monkeypatch, limits, message, public):
+    verdicts = trio_verdict("public" if public else "private")
+    monkeypatch.setattr(Reachability, "check", verdicts)
+    endpoint, _ = await member(limits=limits)
+    findings = await findings_of(patient(endpoint))
+    (finding,) = [finding for finding in findings if finding.step == "relay"]
+    assert finding.verdict == ("ok" if public else "warn")
+    assert message in finding.message
+    assert "start `shoal serve`" in finding.advice
+    assert code_of(findings) == 0
+
+
+async def test_what_peers_see_is_known_although_they_measure_nothing(healthy_machine, member, patient, monkeypatch):
+    async def in_vain(*endpoint_and_peer, **limits):
+        await trio.lowlevel.checkpoint()
+        raise RequestTimeout("too slow")
+
+    monkeypatch.setattr(doctor_network, "measure", in_vain)
+    monkeypatch.setattr(doctor_nat, "is_loopback", lambda host: False)
+    endpoint, _ = await member()
+    findings = await findings_of(patient(endpoint))
+    assert of(findings, "speed") == [("warn", f"not measured: {endpoint.peer_id.short}: too slow")]
+    assert of(findings, "nat") == [("ok", "peers see this machine at its own address, 127.0.0.1")]
 
 
 async def test_a_wrong_clock(healthy_machine, patient, nursery):
@@ -335,6 +383,44 @@ def test_failures_are_explained(error, verdict):
     assert advice
 
 
+HOME, PUBLIC, OTHER, CARRIERS = "192.168.1.2", "203.0.113.5", "203.0.113.6", "100.64.0.9"
+BEHIND = f"behind a router: this machine is {HOME}, and peers see {PUBLIC}"
+
+
+def seen_at(*ports, host=PUBLIC):
+    return [Address(host, port) for port in ports]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "message", "advice"),
+    [
+        ({"seen": []}, "warn", "not known: nobody could tell", "try again"),
+        ({"seen": seen_at(5, host="127.0.0.1")}, "ok", "not known: the peer is on this machine", None),
+        ({"own": PUBLIC, "seen": seen_at(7, 7)}, "ok", f"its own address, {PUBLIC}", None),
+        ({"own": PUBLIC, "seen": seen_at(7), "dialled": False}, "warn", "drops what comes in: others can", "firewall"),
+        ({"seen": seen_at(7, host=HOME)}, "ok", "which only its own network knows", None),
+        ({"seen": seen_at(7, 7)}, "warn", f"{BEHIND}, at the same port: others can reach it by punching", "--announce"),
+        ({"seen": seen_at(9, 9)}, "warn", f"{BEHIND}, all at one port: others can reach it by punching", "--announce"),
+        ({"seen": seen_at(9)}, "warn", "only one peer was asked, so whether punching works is not known", "--announce"),
+        ({"seen": seen_at(8, 9)}, "warn", "only through a relay can others reach it", "shoal serve"),
+        ({"seen": [*seen_at(7), *seen_at(7, host=OTHER)]}, "warn", f"{PUBLIC} and {OTHER}, each at", "shoal serve"),
+        ({"seen": [*seen_at(7, 7), Address("2001:db8::5", 7)]}, "warn", "reach it by punching", "--announce"),
+        ({"seen": seen_at(9, 9), "mapped": [PUBLIC]}, "ok", f"{BEHIND}; it maps a port", None),
+        ({"seen": seen_at(8, 9), "dialled": True}, "ok", f"{BEHIND}; a port of it leads here", None),
+        ({"seen": seen_at(7, 7), "mapped": ["10.0.0.2"]}, "warn", "two routers, the nearer one being 10", "outer"),
+        ({"seen": seen_at(7, 7), "mapped": [OTHER]}, "warn", f"two routers, the nearer one being {OTHER},", "outer"),
+        ({"seen": seen_at(8, 9), "mapped": [CARRIERS]}, "warn", "the provider's router, which many share,", "serve"),
+        ({"own": CARRIERS, "seen": seen_at(7, 7)}, "warn", "the provider's router, which many share,", "outer"),
+    ],
+)  # fmt: skip
+def test_routers_are_explained(found, verdict, message, advice):
+    finding = explain_nat(Surroundings(**{"own": HOME, "port": 7, **found}))
+    assert finding.verdict == verdict
+    assert message in finding.message
+    assert (finding.advice is None) == (advice is None)
+    assert advice is None or advice in finding.advice
+
+
 # Limits and reports
 
 
@@ -345,6 +431,8 @@ async def test_everything_ends_in_time(autojump_clock):
         await examination.step("slow", 9.0, trio.sleep_forever, "wait")
     assert trio.current_time() - examination._deadline == pytest.approx(0.0)
     assert [finding.verdict for finding in findings] == ["warn"] * 5
+    assert findings[0].message == "not known within 9 s"
+    assert findings[4].message == "not known: the steps before took all the time"
     assert LIMIT < 30
 
 

@@ -30,11 +30,44 @@ async def test_a_way_is_measured(pair, autojump_clock):
     assert max(one.bytes_sent, one.bytes_received) < MAX_PROBE + 2 * FIRST
 
 
-async def test_a_way_that_is_too_slow(pair, autojump_clock):
+async def test_of_a_way_that_is_too_slow_the_rate_so_far_is_told(pair, autojump_clock):
     one, two = pair.endpoints
-    pair.network.set_link("h0", "h1", latency=0.01, bandwidth=20_000)
-    with pytest.raises(RequestTimeout, match="longer than 2 s"):
+    pair.network.set_link("h0", "h1", latency=0.01, bandwidth=100_000)
+    begun = trio.current_time()
+    found = await measure(one, two.peer_id, limit=2.0)
+    assert trio.current_time() - begun <= 2.0
+    assert 50_000 < found.upload < 150_000
+    assert found.download is None
+
+
+async def test_a_connection_that_is_lost_while_it_is_measured(mesh, autojump_clock):
+    one, two = (await mesh(2)).endpoints
+
+    async def until_it_is_to_send(request, stream):
+        if request.want:
+            two.disconnect(one.peer_id, "enough")
+        for _ in range(request.send >> 16):
+            await stream.receive_into(bytearray(1 << 16))
+        return probe.ProbeAnswer(Address("h0", 1), 0.0)
+
+    two.handle(probe.Probe, until_it_is_to_send)
+    found = await measure(one, two.peer_id)
+    assert found.upload > 0
+    assert found.download is None
+
+
+async def test_a_way_on_which_nothing_comes_back(pair, autojump_clock):
+    one, two = pair.endpoints
+    await one.connect(two.peer_id)
+    pair.network.set_link("h0", "h1", latency=5.0)
+    with pytest.raises(RequestTimeout, match="did not answer a probe within 2 s"):
         await measure(one, two.peer_id, limit=2.0)
+
+
+async def test_who_measures_may_measure_again_at_once(pair, autojump_clock):
+    one, two = pair.endpoints
+    await measure(one, two.peer_id)
+    await measure(one, two.peer_id)
 
 
 async def test_who_asks_too_often_is_refused(pair, autojump_clock):

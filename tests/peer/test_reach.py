@@ -6,9 +6,20 @@ import trio
 import trio.testing
 
 import peer.reach
+from peer.console import describe
 from peer.events import EventLog
 from peer.home import Home
-from peer.reach import MAX_BOOK, Reach, book_entries, is_loopback, read_book, tell_paths, write_book
+from peer.reach import (
+    ISOLATION_PERIOD,
+    MAX_BOOK,
+    Reach,
+    book_entries,
+    is_loopback,
+    isolation,
+    read_book,
+    tell_paths,
+    write_book,
+)
 from protocol.endpoint import Endpoint
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
@@ -105,7 +116,7 @@ async def test_nothing_is_mapped_to_loopback(events, gateway, nursery):
 async def test_paths_are_told(endpoint, events, heard, nursery):
     other = Endpoint(Identity.from_seed(bytes([1]) * 32), endpoint._transport, rng=random.Random(1))
     await nursery.start(other.run, None)
-    await nursery.start(tell_paths, endpoint, events, random.Random(2))
+    await nursery.start(tell_paths, endpoint, events, Reach(endpoint, events), random.Random(2))
     await other.connect(Address("192.0.2.2", 4000))
     with trio.fail_after(10.0):
         while not heard:
@@ -114,6 +125,52 @@ async def test_paths_are_told(endpoint, events, heard, nursery):
         "t": 0, "event": "connected", "peer": str(other.peer_id), "by": "me", "path": "direct", "rtt": 0
     }  # fmt: skip
     nursery.cancel_scope.cancel()
+
+
+async def test_who_could_not_be_found_from_elsewhere_says_so(autojump_clock, events, heard, nursery):
+    network, home = MemoryNetwork(), Address("192.168.1.2", 4000)
+    endpoint = Endpoint(Identity.from_seed(bytes(32)), network.transport(home.host), rng=random.Random(0))
+    await nursery.start(endpoint.run, home)
+    await nursery.start(tell_paths, endpoint, events, Reach(endpoint, events), random.Random(2))
+
+    def told():
+        return [event["reason"] for event in heard if event["event"] == "isolated"]
+
+    await trio.sleep(3 * ISOLATION_PERIOD)
+    (reason,) = told()
+    assert reason == f"{home} means this peer on its own network only, and no peer in reach relays for it"
+    assert "start `shoal serve`" in describe(heard[-1])
+    helper = Endpoint(Identity.from_seed(bytes([1]) * 32), network.transport("203.0.113.5"), rng=random.Random(1))
+    with trio.CancelScope() as there:
+        async with trio.open_nursery() as inner:
+            await inner.start(helper.run, Address("203.0.113.5", 4000))
+            await endpoint.connect(Address("203.0.113.5", 4000))
+            await trio.sleep(3 * ISOLATION_PERIOD)
+            there.cancel()
+    assert len(told()) == 1
+    await trio.sleep(3 * ISOLATION_PERIOD)
+    assert len(told()) == 2  # the helper is gone
+    nursery.cancel_scope.cancel()
+
+
+PRIVATE, PUBLIC = Address("10.0.0.7", 4000), Address("203.0.113.5", 4000)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "address", "relays", "reason"),
+    [
+        ("private", PUBLIC, False, "others cannot connect"),
+        ("private", PRIVATE, False, "others cannot connect"),
+        ("private", PRIVATE, True, None),
+        ("public", PRIVATE, False, None),
+        ("unknown", PRIVATE, False, "on its own network only"),
+        ("unknown", PUBLIC, False, None),
+        ("unknown", Address("peer.example.org", 7), False, None),
+    ],
+)
+def test_isolation(verdict, address, relays, reason):
+    said = isolation(verdict, address, relays=relays)
+    assert said is None if reason is None else reason in said
 
 
 @pytest.mark.parametrize(

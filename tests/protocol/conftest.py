@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from protocol.endpoint import Endpoint, Limits
+from protocol.errors import IdentityInUse
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address
@@ -21,6 +22,7 @@ class Node:
     endpoint: Endpoint
     scope: trio.CancelScope
     stopped: trio.Event
+    error: IdentityInUse | None = None
 
     @property
     def peer(self):
@@ -56,7 +58,10 @@ async def start_endpoint(network, nursery):
 
         async def run(task_status):
             with node.scope:
-                await endpoint.run(listen or Address(f"host{seed}", 1000), task_status=task_status)
+                try:
+                    await endpoint.run(listen or Address(f"host{seed}", 1000), task_status=task_status)
+                except IdentityInUse as error:
+                    node.error = error
             node.stopped.set()
 
         address = await nursery.start(run)

@@ -54,4 +54,4 @@ async def test_probes_are_no_connections(start_endpoint, autojump_clock):
         await b.endpoint.call(a.peer, 1000, b"word")
     assert len(a.endpoint._connections) == 1
     with pytest.raises(PeerUnreachable):  # ports cannot be chosen on this network
-        await b.endpoint._probe(a.endpoint.address, 7)
+        await b.endpoint.probe(a.endpoint.address, 7)

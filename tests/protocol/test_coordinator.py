@@ -22,12 +22,19 @@ class Table:
 
     def __init__(self, live=PEERS[:4]) -> None:
         self.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=TIMES)
-        self.live, self.base = set(live), BASE
+        self.live, self.base, self.arriving, self.patience = set(live), BASE, set(), 0.0
         self.now = 100.0
         self.log = []
 
     def poll(self, *, leading=True):
-        view = View(expected=frozenset(self.live), leading=leading, rank=0, base=self.base)
+        view = View(
+            expected=frozenset(self.live),
+            arriving=frozenset(self.arriving),
+            leading=leading,
+            rank=0,
+            base=self.base,
+            patience=self.patience,
+        )
         actions = self.core.poll(self.now, view)
         self.log += actions
         return actions
@@ -67,6 +74,79 @@ def sent(actions, kind):
     return {
         action.peer: action.message for action in actions if isinstance(action, Send) and type(action.message) is kind
     }
+
+
+@pytest.mark.parametrize("answer", ["late", "noted"])
+def test_the_window_is_longer_for_a_member_that_is_behind(answer):
+    table = Table(live=[US, A])
+    table.patience = 30.0
+    table.ready(US)
+    table.poll()
+    table.core.answered(A, answer)
+    proposed = bool(sent(table.wait(TIMES.grace + TIMES.slack + 1), Propose))
+    assert proposed == (answer == "noted")
+    assert proposed or sent(table.wait(29), Propose)[US].plan.members == (US,)
+
+
+def test_the_window_is_longer_if_we_are_behind_ourselves():
+    table = Table(live=[US, A])
+    table.patience, table.base = 30.0, None
+    table.ready(A)
+    table.poll()
+    assert sent(table.wait(TIMES.grace + TIMES.slack + 1), Propose) == {}
+    table.ready(US)
+    table.base = BASE
+    assert set(sent(table.poll(), Propose)) == {US, A}
+
+
+def test_peers_that_arrive_are_waited_for_but_not_asked():
+    table = Table(live=[US])
+    table.arriving = {A, B}
+    table.ready(US)
+    assert table.poll() == []
+    table.arriving = {B}
+    table.live = {US, A}
+    assert table.poll() == [Announce(A)]
+    table.ready(A)
+    assert table.poll() == []
+    table.arriving = set()
+    assert sent(table.poll(), Propose)[US].plan.members == tuple(coordinators(RUN, 1, [US, A]))
+
+
+def test_peers_that_arrive_are_waited_for_no_longer_than_others():
+    table = Table(live=[US])
+    table.arriving = {A}
+    table.ready(US)
+    assert table.poll() == []
+    assert sent(table.wait(TIMES.grace + TIMES.slack), Propose)[US].plan.members == (US,)
+
+
+def test_who_loses_everybody_at_once_asks_again_before_it_goes_on_alone():
+    table = Table()
+    table.start(US, A, B)
+    table.arriving, table.live = {A, B}, {US}
+    table.core.gone(A)
+    table.core.gone(B)
+    assert sent(table.poll(), Propose) == {}
+    table.arriving, table.live = set(), {US, A, B}
+    assert {action.peer for action in table.poll() if isinstance(action, Announce)} == {A, B}
+    table.core.finished_elsewhere(A)
+    assert sent(table.poll(), Ahead)[US] == Ahead(1, A)
+
+
+def test_who_loses_everybody_a_second_time_goes_on_alone():
+    table = Table()
+    table.start(US, A)
+    table.core.gone(A)
+    assert sent(table.poll(), Propose) == {}
+    table.ready(A)
+    first = sent(table.poll(), Propose)[US].plan
+    assert A in first.members
+    table.core.gone(A)
+    table.arriving = {A}
+    second = sent(table.poll(), Propose)[US].plan
+    assert second.members == (US,)
+    assert second.attempt > first.attempt
 
 
 def test_window_closes_when_all_live_members_are_ready():

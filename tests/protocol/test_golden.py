@@ -16,7 +16,7 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import membership, probe, sync
-from protocol import frames, hello, punch, reachability, relay, round_messages, wire
+from protocol import frames, hello, punch, reachability, relay, rivals, round_messages, wire
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
 from protocol.mux import Mux, MuxLimits
@@ -58,6 +58,8 @@ MESSAGES = {
     relay.Connect(ALICE): "92 ad72656c61792e636f6e6e656374 c420 aa*32",
     relay.Incoming(BOB): "92 ae72656c61792e696e636f6d696e67 c420 bb*32",
     relay.Ready(): "91 ab72656c61792e7265616479",
+    rivals.Vouch(b"\x01" * 8): "92 ae6964656e746974792e766f756368 c408 01*8",
+    rivals.Vouched(b"\x02" * 64): "92 b06964656e746974792e766f7563686564 c440 02*64",
     dht.Ping(): "91 a86468742e70696e67",
     dht.Pong(): "91 a86468742e706f6e67",
     dht.Find(ONES): "92 a86468742e66696e64 c420 11*32",
@@ -139,7 +141,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (hello, punch, reachability, relay, dht, round_messages, membership, probe, sync)
+    modules = (hello, punch, reachability, relay, rivals, dht, round_messages, membership, probe, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 
@@ -212,6 +214,14 @@ def test_frames():
     assert frames.pack(Kind.RESET, 0, 258, frames.pack_reset("busy", "later")) == golden(
         "05 00 000a 00000102 04 62757379 6c61746572"
     )
+
+
+def test_goodbyes_with_evidence():
+    mux = Mux(initiator=True, limits=MuxLimits())
+    mux.goodbye("bye", b"\x01" * 8 + b"\x02" * 64)
+    assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
+        golden("0a 01 004b 00000000 01*8 02*64 627965")
+    ]
 
 
 def test_a_conversation():

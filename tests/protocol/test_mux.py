@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from protocol import frames, mux
 from protocol.errors import Overloaded, ProtocolError
-from protocol.frames import MAX_RECORD, Kind, pack
+from protocol.frames import IN_USE, MAX_RECORD, Kind, pack
 from protocol.mux import Mux, MuxLimits
 from protocol.mux_stream import INITIAL_WINDOW, Goodbye, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
 
@@ -303,6 +303,7 @@ def test_goodbye_is_the_last_word():
         [pack(Kind.OPEN, 0, 1), pack(Kind.RESET, 0, 1)],
         [pack(Kind.OPEN, 0, 1), pack(Kind.RESET, 0, 1, b"\x05abc")],
         [pack(Kind.GOODBYE, 0, 0, bytes(513))],
+        [pack(Kind.GOODBYE, IN_USE, 0, bytes(71))],
         [pack(Kind.OPEN, 0, 1), pack(Kind.BODY, 0, 1, bytes(4))],  # nothing announced
         [pack(Kind.OPEN, 0, 1), pack(Kind.BODY, 0, 1, b"\0\0\0\x05"), b"123456"],
         [pack(Kind.OPEN, 0, 1), pack(Kind.BODY, 0, 1, b"\0\0\0\x05") + pack(Kind.RETIRE, 0, 0)],

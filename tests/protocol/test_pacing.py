@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from protocol.pacing import LARGEST_BURST, SMALLEST_BURST, Pacer
+from protocol.pacing import LARGEST_BURST, SLOWEST, SMALLEST_BURST, Pacer
 from protocol.transport import LineState
 
 STEP = 0.001
@@ -127,3 +127,15 @@ def test_pauses_say_nothing_about_the_link():
         line.now += 1.0
         line.pacer.update(line.now, LineState(0.3, int(line.arrived) + number))
     assert line.pacer.rate == rate
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_trickle_on_a_busy_machine_does_not_bring_the_connection_to_a_halt(seed):
+    """Between two small bursts nothing arrives, and a late wake-up looks like a queue: the link still has a rate."""
+    chance = random.Random(seed)
+    pacer = Pacer()
+    for step in range(3000):
+        late = 0.03 if chance.random() < 0.05 else 0.0
+        burst = step // 27  # 16 KiB each 0.27 s
+        pacer.update(step / 100, LineState(0.0002 + late + chance.random() / 1000, burst << 14))
+        assert pacer.rate >= SLOWEST

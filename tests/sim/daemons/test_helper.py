@@ -1,6 +1,7 @@
 """Helper peers: places to begin that belong to no run."""
 
 import random
+import shutil
 
 import attrs
 import pytest
@@ -11,7 +12,7 @@ from peer.events import EventLog
 from peer.helper import HelperConfig, run_helper
 from peer.home import Home
 from peer.settings import RunSettings
-from protocol.errors import AddressError, HandshakeError, PeerUnreachable
+from protocol.errors import AddressError, HandshakeError, IdentityInUse, PeerUnreachable
 from protocol.identity import PeerId
 from protocol.transport import Address
 
@@ -155,6 +156,25 @@ async def test_a_founder_begins_without_a_helper_that_is_not_there_yet(simulated
     await trio.sleep(90.0)
     assert str(a.id) in found.seen
     await simulated_swarm.start("b", ticket=attrs.evolve(simulated_swarm.ticket, bootstrap=(contact,)))
+
+
+async def test_a_helper_with_a_copied_home(simulated_swarm, helper, tmp_path, autojump_clock):
+    simulated_swarm.settings = attrs.evolve(simulated_swarm.settings, run=RunSettings(rounds=0))
+    found = await helper()
+    a = await simulated_swarm.start("a", bootstrap=(found.contact,))
+    await a.until_round(1)
+    shutil.copytree(tmp_path / "helper", tmp_path / "copy")
+    home = Home(tmp_path / "copy")
+    events = EventLog(None, home.identity.peer_id, clock=trio.current_time)
+    config = HelperConfig(
+        home=home, listen=Address("copy", 4000), events=events, bootstrap=((a.id, Address("a", 4000)),)
+    )
+    with trio.fail_after(5), pytest.raises(IdentityInUse, match=r"another daemon with this .*, from helper"):
+        await run_helper(config, transport=simulated_swarm.network.transport("copy"), rng=random.Random(1))
+    await a.until_round(max(a.digests()) + 2)
+    assert str(a.id) in found.seen
+    assert not [event for event in found.log if event["event"] == "peer_lost"]
+    simulated_swarm.leave("a")
 
 
 async def test_a_port_that_is_taken(simulated_swarm, helper, autojump_clock):

@@ -65,9 +65,7 @@ class Peer:
             self.endpoint,
             RUN,
             settings=swarm.times,
-            members=self.members,
-            expected=self.expected,
-            admits=lambda peer: peer in self.endpoint.connected,
+            roster=self,
             report=self.events.append,
         )
         self.revision = 0
@@ -83,12 +81,21 @@ class Peer:
         self.scope = trio.CancelScope()
         self.moved = trio.Event()
 
-    def members(self) -> Sequence[PeerId]:
+    def partners(self) -> Sequence[PeerId]:
         return [peer for peer in self.expected() if peer not in self.passed_over]
 
     def expected(self) -> Sequence[PeerId]:
         now = trio.current_time()
         return (self.id, *(peer for peer in self.endpoint.connected if self.doubted.get(peer, now) <= now))
+
+    def arriving(self) -> Sequence[PeerId]:
+        return ()
+
+    def knows(self, peer: PeerId) -> bool:
+        return peer in self.endpoint.connected
+
+    def doubt(self, peer: PeerId, seconds: float) -> None:
+        """Nothing: the swarm's own doubts are about states."""
 
     def values(self, revision: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * revision + self.number)
