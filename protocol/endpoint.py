@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -400,15 +401,8 @@ class Endpoint:
                 if (opening := await greet(stream, self._links.lanes)) is None:
                     return
                 features = self._hello(0, seen=None if relayed else stream.remote)
-                channel = await handshake(
-                    stream,
-                    self._identity,
-                    initiator=False,
-                    psk=self._psk,
-                    expected=relayed,
-                    features=features,
-                    opening=opening,
-                )
+                shake_hands = partial(handshake, stream, self._identity, initiator=False, psk=self._psk)
+                channel = await shake_hands(expected=relayed, features=features, opening=opening)
                 theirs = await self._theirs(channel)
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)

@@ -23,6 +23,7 @@ _PERIOD = 1.0  # seconds over which a rate is measured, at least: also ten round
 _ROUND_TRIPS = 10
 _GAIN = 1.1  # that twice the lanes have to bring
 _LOSSY = 0.002  # of the segments that have to be sent again for more lanes to be tried
+_HELD_BACK = 0.7  # of the rate that is allowed: above, it is our own pacing that allows no more
 _PAUSE = 60.0  # seconds until more lanes are tried again, after they brought nothing
 
 
@@ -34,8 +35,8 @@ class Traffic:
     """Bytes of bulk data handed over."""
     waiting: bool
     """There is more."""
-    held_back: bool
-    """Our own pacing, which follows the queue on the way, allows no more than this."""
+    allowed: float
+    """Bytes per second that our own pacing allows now, which follows the queue on the way."""
     sent: int | None
     """Segments sent; None where the system does not tell."""
     resent: int
@@ -110,7 +111,8 @@ class LanePolicy:
         if seconds < max(_PERIOD, _ROUND_TRIPS * rtt):
             return
         rate = self._moved / seconds
-        lossy = not traffic.held_back and (self._sent is None or self._resent > _LOSSY * self._sent)
+        held_back = rate > _HELD_BACK * traffic.allowed
+        lossy = not held_back and (self._sent is None or self._resent > _LOSSY * self._sent)
         self._restart(now)
         if self._settling:
             self._settling = False

@@ -30,7 +30,6 @@ CALL_TIMEOUT = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0  # seconds until lanes are tried again after one failed
 _FAREWELL = 1.0  # seconds of quiet after which a lane that is not needed is closed
 _LAST_NUMBER = 2**32 - 1
-_HELD_BACK = 0.8  # of the rate that is allowed has to be used to say that it is what holds the data back
 _NOTHING = LineState(0.0, 0)
 
 Dial = Callable[[Address], Awaitable[ByteStream]]
@@ -227,8 +226,7 @@ class Lanes:
                 sent += state.sent - before.sent
                 resent += state.resent - before.resent
         waiting = main.mux.bulk_waiting or main.mux.pieces_waiting
-        held_back = self.pacer.delivered >= _HELD_BACK * self.pacer.rate
-        return Traffic(moved, waiting, held_back, sent, resent)
+        return Traffic(moved, waiting, self.pacer.rate, sent, resent)
 
     def _channels(self) -> list[SecureChannel]:
         return [self._main.channel, *(lane.channel for lane in self._lanes.values())]
