@@ -164,8 +164,10 @@ class Lane:
         self.number = number
         self.channel = channel
         self.outbox = Outbox()
-        self.leaving = False
-        """It takes no more pieces."""
+        self.resting = False
+        """It takes no pieces."""
+        self.dismissed = False
+        """It is closed because nobody needs it."""
         self.quiet = 0.0
         """Seconds since something arrived on it, in either direction."""
         self.proven = False
@@ -218,14 +220,14 @@ class Lane:
     async def _read(self) -> None:
         try:
             while True:
-                await self.channel.fill()
                 before = self._intake.pieces
-                await self._take_in()
+                await self._take_in()  # some may have come right behind the proof
                 if self._intake.pieces != before:
                     self._mux.acknowledge(self.number, self._intake.pieces)
                     self._owner.kick()
-                self.quiet = 0.0
                 await self._owner.rest()
+                await self.channel.fill()
+                self.quiet = 0.0
         except (PeerGone, ProtocolError):  # whatever arrived may be anybody's doing
             self.close()
 
@@ -263,7 +265,7 @@ class Lane:
         """The next piece, as soon as it may be carried."""
         upload = self._owner.upload
         while True:
-            if self.leaving or not self._mux.pieces_waiting:
+            if self.resting or not self._mux.pieces_waiting:
                 self._group.pace()
                 self.channel.release()
                 await self._wake.park()

@@ -27,7 +27,7 @@ TICK = 0.25
 CALL_TIMEOUT = 5.0
 """Seconds for opening a lane, once the stream is there."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0  # seconds until lanes are tried again after one failed
+_FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 900.0  # seconds until lanes are tried again after one failed
 _FAREWELL = 1.0  # seconds of quiet after which a lane that is not needed is closed
 _LAST_NUMBER = 2**32 - 1
 _NOTHING = LineState(0.0, 0)
@@ -150,7 +150,7 @@ class Lanes:
             return
         for channel in self._channels():
             self._measure(channel)
-        channels = [lane.channel for lane in self._lanes.values() if not lane.leaving] or [main.channel]
+        channels = [lane.channel for lane in self._lanes.values() if not lane.resting] or [main.channel]
         trips = [self._meters[channel].rtt for channel in channels if channel in self._meters]
         if not trips:
             return
@@ -186,26 +186,24 @@ class Lanes:
     # What happens by and by.
 
     def _look(self, now: float) -> None:
-        traffic = self._traffic()
-        usable = [lane for lane in self._lanes.values() if not lane.leaving]
-        wanted = self._policy.update(now, self._shortest, len(usable), traffic)
-        if self._main.initiator:
-            target = max(wanted, self._wanted_there)
-            if not self._main.usable:
-                target = min(target, len(usable))
-            if target > len(usable) and not self._dialling and now >= self._retry_at and self._nursery is not None:
+        main = self._main
+        wanted = self._policy.update(now, self._shortest, main.mux.lanes, self._traffic())
+        needed = max(wanted, self._wanted_there)
+        if main.initiator:
+            may_dial = main.usable and not self._dialling and now >= self._retry_at
+            if needed > len(self._lanes) and may_dial and self._nursery is not None:
                 self._dialling = True
                 self._nursery.start_soon(self._open)
-            for lane in usable[target:]:
-                lane.leaving = True
-                self._count()
         elif wanted != self._asked:
             self._asked = wanted
-            self._main.mux.want_lanes(wanted)
-            self._main.kick()
-        for lane in list(self._lanes.values()):
-            if lane.pass_time(TICK) or (lane.leaving and not lane.outbox and lane.quiet > _FAREWELL):
+            main.mux.want_lanes(wanted)
+            main.kick()
+        for number, lane in enumerate(list(self._lanes.values())):
+            superfluous = main.initiator and number >= needed
+            lane.dismissed = superfluous and not lane.outbox and lane.quiet > _FAREWELL
+            if lane.pass_time(TICK) or lane.dismissed:
                 lane.close()
+        self._share_out()
 
     def _traffic(self) -> Traffic:
         """Since the last time."""
@@ -265,7 +263,7 @@ class Lanes:
         assert self._nursery is not None
         self._last = max(self._last, number)
         lane = self._lanes[number] = Lane(number, channel, self._main, self)
-        self._count()
+        self._share_out()
         self._nursery.start_soon(self._run, lane)
         self._bulk.unpark_all()
 
@@ -283,20 +281,25 @@ class Lanes:
             self._main.mux.carry_again(lost)
             if lane.proven:
                 self._pause = _FIRST_PAUSE
-            if not lane.leaving:
+            if not lane.dismissed:
                 self._failed()
-            self._count()
+            self._share_out()
 
     def _failed(self) -> None:
         self._retry_at = trio.current_time() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    def _count(self) -> None:
-        self._main.mux.lanes = sum(1 for lane in self._lanes.values() if not lane.leaving)
-        if self._main.mux.lanes:
-            self._main.channel.pace(math.inf, SMALLEST_BURST)
-        self._main.kick()
-        self.kick()
+    def _share_out(self) -> None:
+        """Lets the lanes work that we have a use for. The others are there for the other side."""
+        for number, lane in enumerate(self._lanes.values()):
+            lane.resting = number >= self._policy.wanted
+        working = sum(1 for lane in self._lanes.values() if not lane.resting)
+        if working != self._main.mux.lanes:
+            self._main.mux.lanes = working
+            if working:
+                self._main.channel.pace(math.inf, SMALLEST_BURST)
+            self._main.kick()
+            self.kick()
 
     def has_room(self) -> bool:
         """The lanes together may carry more before something has arrived."""
