@@ -10,6 +10,7 @@ import pytest
 import trio
 from msgspec import Meta
 
+from protocol import lane_policy
 from protocol.channel import LANE_OPENING
 from protocol.connection import Limits
 from protocol.errors import PeerGone, PeerUnreachable, ProtocolError
@@ -19,6 +20,8 @@ from protocol.lane_policy import IDLE, MAX_LANES
 from protocol.lanes import CALL_TIMEOUT
 from protocol.memory import MemoryNetwork
 from protocol.noise import derive_ciphers
+from protocol.tcp import TcpTransport
+from protocol.transport import Address
 from protocol.wire import message
 
 CONTENT = random.Random(1).randbytes(30_000_000)
@@ -27,11 +30,6 @@ DIGEST = hashlib.sha256(CONTENT).digest()
 
 @message("test.push")
 class Push:
-    size: Annotated[int, Meta(ge=0, le=2**40)]
-
-
-@message("test.pull")
-class Pull:
     size: Annotated[int, Meta(ge=0, le=2**40)]
 
 
@@ -46,14 +44,10 @@ async def until(condition):
 
 
 async def take(request, stream):
-    buffer = bytearray(request.size)
-    await stream.receive_into(buffer)
+    buffer = bytearray(len(CONTENT))
+    for _ in range(request.size // len(CONTENT)):
+        await stream.receive_into(buffer)
     return Digest(hashlib.sha256(buffer).digest())
-
-
-async def give(request, stream):
-    await stream.send_bytes(CONTENT[: request.size])
-    return Digest(DIGEST)
 
 
 class Tapped:
@@ -118,7 +112,7 @@ def network():
 
 @pytest.fixture
 def start(start_endpoint):
-    return partial(start_endpoint, handlers=((Push, take), (Pull, give)))
+    return partial(start_endpoint, handlers=((Push, take),))
 
 
 @pytest.fixture
@@ -333,6 +327,24 @@ async def test_messages_follow_the_bytes_before_them(start, network, autojump_cl
 @message("test.alternate")
 class Alternate:
     pass
+
+
+async def test_lanes_over_tcp(start, monkeypatch):
+    monkeypatch.setattr(lane_policy, "LONG", 0.0)
+    here = Address("127.0.0.1", 0)
+    b = await start(2, transport=TcpTransport(), listen=here)
+    tap = Tapped(TcpTransport())
+    a = await start(1, transport=tap, listen=here)
+    await a.endpoint.connect(b.peer)
+    connection = a.endpoint._links.get(b.peer).connection
+    with trio.fail_after(60):
+        async with a.endpoint.open(b.peer, Push(1 << 40), bulk=True) as stream:
+            while connection.lanes.bytes_sent < 1e6:
+                await stream.send_bytes(CONTENT)
+            await tap.dialled[1].aclose()
+        async with a.endpoint.open(b.peer, Push(len(CONTENT)), bulk=True) as stream:
+            await stream.send_bytes(CONTENT)
+            assert (await stream.receive(Digest)).digest == DIGEST
 
 
 # Those who break the rules.
