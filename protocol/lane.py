@@ -59,7 +59,7 @@ async def call(stream: ByteStream, main: SecureChannel, number: int) -> SecureCh
     answer = await receive_exactly(stream, len(LANE_OPENING) + NONCE_SIZE)
     if not answer.startswith(LANE_OPENING):
         raise HandshakeError(f"{stream.remote} did not answer as a lane does")
-    sending, receiving = _ciphers(main.secret, number, ours, answer[len(LANE_OPENING) :])
+    sending, receiving = ciphers(main.secret, number, ours, answer[len(LANE_OPENING) :])
     rtt = trio.current_time() - asked
     received = len(answer)
     channel = SecureChannel(stream, (sending, receiving), b"", main.introduction, len(opening), received, rtt)
@@ -86,7 +86,7 @@ async def answer_call(stream: ByteStream, main: SecureChannel, number: int, thei
         PeerGone: The stream broke.
     """
     ours = os.urandom(NONCE_SIZE)
-    receiving, sending = _ciphers(main.secret, number, theirs, ours)
+    receiving, sending = ciphers(main.secret, number, theirs, ours)
     asked = trio.current_time()
     answer = LANE_OPENING + ours
     await stream.send(answer)
@@ -108,7 +108,15 @@ async def _expect_proof(channel: SecureChannel) -> None:
         raise HandshakeError(f"{channel.remote} did not begin a lane as it should")
 
 
-def _ciphers(secret: bytes, number: int, dialler: bytes, dialled: bytes) -> tuple[CipherState, CipherState]:
+def ciphers(secret: bytes, number: int, dialler: bytes, dialled: bytes) -> tuple[CipherState, CipherState]:
+    """A lane's ciphers, those of the side that dialled first.
+
+    Args:
+        secret: The main connection's.
+        number: The lane's.
+        dialler: The nonce of the side that dialled.
+        dialled: The other one's.
+    """
     return derive_ciphers(secret, b"shoal-lane-v1" + number.to_bytes(4, "big") + dialler + dialled)
 
 
