@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import attrs
 import typer
 
-from peer import network_commands
+from peer import key_commands, network_commands
 from peer.options import HomeOptions, NodeOptions, SettingsOptions, spread
 from peer.text import printable
 from protocol.errors import (
@@ -328,6 +328,7 @@ command("shoal serve --listen 0.0.0.0:4711 --announce helper.example.org:4711")(
 command("shoal doctor shoal:mfrggzdf…")(network_commands.doctor)
 command("shoal peers --json")(network_commands.peers)
 command("shoal top")(network_commands.top)
+command("shoal rotate-key --except gbyxiezcy7rirj4qu764tx3ditnjxynqzbxd37fzcr7qob22jhxq")(key_commands.rotate_key)
 
 
 def _founded(file: Path | None, tables: dict[str, dict[str, object]], node: NodeOptions, home: Home) -> Manifest:
@@ -493,13 +494,14 @@ def _show_ticket(ticket: Ticket, *, as_json: bool) -> None:
     run = ticket.run_id.hex()
     if as_json:
         bootstrap = [{"peer": peer, "address": address} for peer, address in peers]
-        private = ticket.swarm_key is not None
-        print(json.dumps({"run": run, "bootstrap": bootstrap, "private": private, "expires": ticket.expires}))
+        key = {"private": ticket.swarm_key is not None, "key_number": ticket.key_number}
+        print(json.dumps({"run": run, "bootstrap": bootstrap, **key, "expires": ticket.expires}))
         return
     print(f"{'run:':12} {run}")
     for peer, address in peers:
         print(f"{'ask:':12} {address}  {peer}")
-    print(f"{'private:':12} {'yes, it holds the key: keep it secret' if ticket.swarm_key else 'no'}")
+    secret = f"yes, it holds swarm key {ticket.key_number}: keep it secret"
+    print(f"{'private:':12} {secret if ticket.swarm_key else 'no'}")
     if ticket.expires is None:
         print(f"{'expires:':12} never")
     else:

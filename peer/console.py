@@ -95,6 +95,16 @@ def describe(event: Event) -> str | None:
             return f"peer {peer} is here"
         case "peer_lost":
             return f"peer {peer} is gone: {reason}"
+        case "key_rotated":
+            return f"the swarm key was rotated: this is key {event.get('number')}"
+        case "key_taken":
+            return f"peer {peer} has swarm key {event.get('number')}"
+        case "key_retired":
+            return f"swarm key {event.get('number')} is no longer good"
+        case "key_problem":
+            return f"the swarm key was NOT SAVED: {reason}"
+        case "rejected":
+            return f"peer {peer} does not let this one in: {reason}. {printable(str(event.get('hint') or ''))}".rstrip()
         case "synced":
             return f"round {event['round']}: fetched the state ({size(event.get('bytes', 0))})"
         case "round_committed":

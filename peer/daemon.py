@@ -21,11 +21,13 @@ from peer.events import EventLog
 from peer.failure import first_cause
 from peer.finding import find_manifest
 from peer.home import Home, HomeError, write_atomically
+from peer.keys import RunKeys
 from peer.manifest import Manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
 from peer.reach import UNSPECIFIED, Reach, book_entries, is_inside, outward_host, read_book, tell_paths, write_book
+from peer.rotation import open_keyring
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
@@ -36,6 +38,7 @@ from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
 from protocol.identity import PeerId
+from protocol.keyring import Keyring
 from protocol.rounds import RoundEvent, Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
@@ -142,11 +145,12 @@ class _Daemon:
         self._events = config.events
         self._identity = config.home.identity
         self._rng = rng
-        self._swarm_key = _swarm_key(config)
+        self._keyring = _keyring(config)
+        self._rejected_by: set[PeerId] = set()
         self.endpoint = Endpoint(
             self._identity,
             transport,
-            psk=self._swarm_key,
+            psk=self._keyring,
             limits=Limits(max_upload=config.max_upload, max_download=config.max_download, relay=config.relay),
             announce=config.announce,
             local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
@@ -176,7 +180,7 @@ class _Daemon:
         trainer = await self._compute(self._make_trainer, settings, corpus)
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
-
+        keys = self._run_keys(manifest)
         membership = Membership(
             self.endpoint,
             self._dht,
@@ -184,8 +188,10 @@ class _Daemon:
             rng=self._rng,
             limit=settings.limits.peers - 1,
             allowed=allowed,
+            refuses=keys.refusal if keys else lambda peer: None,
             plausible=partial(_plausible, settings),
-            seen=lambda peer: self._events.emit("peer_seen", peer=peer),
+            seen=self._seen,
+            rejected=self._rejected,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
         rounds = Rounds(
@@ -202,6 +208,10 @@ class _Daemon:
         membership.meet(self.endpoint.connected)
         nursery.start_soon(self._keep_book, membership)
         nursery.start_soon(self._tell_members, membership)
+        if keys is not None:
+            nursery.start_soon(keys.run, partial(self._present, membership))
+            if manifest.founder == self._identity.public_key:
+                nursery.start_soon(keys.follow_orders)
         self._events.emit(
             "started",
             address=str(self._reach.addresses[0]),
@@ -309,7 +319,46 @@ class _Daemon:
         others = {peer: address for peer, address in reversed(known) if peer not in named}
         own = [(self.endpoint.peer_id, address) for address in self._reach.addresses]
         bootstrap = tuple(dict.fromkeys([*own, *given, *others.items()]))
-        return Ticket(manifest.run_id, bootstrap[:MAX_BOOTSTRAP], self._swarm_key)
+        ticket = Ticket(manifest.run_id, bootstrap[:MAX_BOOTSTRAP])
+        if self._keyring is None:
+            return ticket
+        return attrs.evolve(ticket, swarm_key=self._keyring.newest, key_number=self._keyring.number)
+
+    def _run_keys(self, manifest: Manifest) -> RunKeys | None:
+        """What keeps the run's keys, if it is private."""
+        if self._keyring is None:
+            return None
+
+        async def founder(peer: PeerId) -> bytes:
+            return manifest.founder
+
+        keys = RunKeys(
+            self.endpoint,
+            self._keyring,
+            self._home,
+            manifest.run_id,
+            founder=founder,
+            events=self._events,
+            changed=lambda: self._config.on_ticket(self._ticket(manifest)),
+        )
+        if manifest.founder == self._identity.public_key:
+            keys.follow_order()  # before the first ticket
+        return keys
+
+    async def _present(self, membership: Membership) -> list[PeerId]:
+        """The members that are here, and the helpers that were named to us."""
+        await membership.settled()
+        return [*(member.peer for member in membership.others), *(peer for peer, _ in self._config.bootstrap)]
+
+    def _seen(self, peer: PeerId) -> None:
+        self._rejected_by.discard(peer)
+        self._events.emit("peer_seen", peer=peer)
+
+    def _rejected(self, peer: PeerId, error: ShoalError) -> None:
+        """Told once for each peer: it is asked again now and then."""
+        if peer not in self._rejected_by:
+            self._rejected_by.add(peer)
+            self._events.emit("rejected", peer=peer, reason=str(error), hint=error.hint)
 
     async def _tell_members(self, membership: Membership) -> None:
         """Keeps the status up to date about the members."""
@@ -340,11 +389,14 @@ class _Daemon:
             await trio.sleep(BOOK_PERIOD)
 
 
-def _swarm_key(config: DaemonConfig) -> bytes | None:
-    if config.ticket is not None:
-        return config.ticket.swarm_key
-    private = config.manifest is not None and config.manifest.settings.membership.policy == "private"
-    return config.home.swarm_key() if private else None
+def _keyring(config: DaemonConfig) -> Keyring | None:
+    """The keys of a private run: from the ticket or, where it was founded, from the home."""
+    ticket, manifest = config.ticket, config.manifest
+    if ticket is not None and ticket.swarm_key is not None:
+        return open_keyring(config.home, ticket.run_id, ticket.swarm_key, ticket.key_number)
+    if manifest is not None and manifest.settings.membership.policy == "private":
+        return open_keyring(config.home, manifest.run_id, config.home.swarm_key(), 0)
+    return None
 
 
 def _check_data(settings: Settings, data: str) -> None:

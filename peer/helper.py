@@ -2,6 +2,7 @@
 
 It belongs to no run: it keeps the records of any, without knowing what they are about, and holds no manifest. The peers
 of private runs shake hands only with those that have the run's key; a helper for them is given a ticket with the key.
+When that key is rotated, it asks the peer that says so for the manifest, which names the founder that must have signed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from dht import DHT
 from peer.contact import Contact, named
 from peer.events import EventLog
 from peer.failure import first_cause
+from peer.finding import fetch_manifest
 from peer.home import Home
+from peer.keys import RunKeys
+from peer.manifest import Manifest, ManifestError
 from peer.probe import Prober
 from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, tell_paths, write_book
+from peer.rotation import open_keyring
 from peer.status import member_status
 from peer.ticket import Ticket
 from protocol.endpoint import Endpoint, Limits, PeerConnected, PeerLost
-from protocol.errors import PeerUnreachable
+from protocol.errors import PeerUnreachable, RequestRefused
+from protocol.identity import PeerId
+from protocol.keyring import Keyring
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
 
@@ -75,12 +82,14 @@ async def run_helper(
     Raises:
         AddressError: It cannot listen there.
         IdentityInUse: Another helper with the identity of this home is there, and nobody takes us for it.
+        HomeError: A key that the home has stored is damaged.
     """
     rng = rng or random.Random()
+    keyring = _keyring(config)
     endpoint = Endpoint(
         config.home.identity,
         transport or TcpTransport(),
-        psk=None if config.ticket is None else config.ticket.swarm_key,
+        psk=keyring,
         limits=Limits(
             max_connections=MAX_CONNECTIONS,
             max_upload=config.max_upload,
@@ -91,7 +100,7 @@ async def run_helper(
         local_host=outward_host() if config.listen.host in UNSPECIFIED else None,
         rng=rng,
     )
-    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng), rng)
+    helper = _Helper(config, endpoint, DHT(endpoint, config.home.identity, rng=rng), keyring, rng)
     reason = "cancelled"
     try:
         async with trio.open_nursery() as nursery:
@@ -108,12 +117,15 @@ async def run_helper(
 
 
 class _Helper:
-    def __init__(self, config: HelperConfig, endpoint: Endpoint, dht: DHT, rng: random.Random) -> None:
+    def __init__(
+        self, config: HelperConfig, endpoint: Endpoint, dht: DHT, keyring: Keyring | None, rng: random.Random
+    ) -> None:
         self._config = config
         self._rng = rng
         self._events = config.events
         self._endpoint = endpoint
         self._dht = dht
+        self._keyring = keyring
         self._reach = Reach(endpoint, config.events, config.announce)
         Prober(endpoint)
 
@@ -130,10 +142,29 @@ class _Helper:
         nursery.start_soon(self._bootstrap)
         nursery.start_soon(self._tell_members)
         nursery.start_soon(self._keep_book)
+        if self._keyring is not None and config.ticket is not None:
+            nursery.start_soon(self._keep_keys, self._keyring, config.ticket.run_id)
         self._events.emit("started", address=str(self._reach.addresses[0]), role="helper")
         task_status.started(self._address)
         if config.map_port:
             nursery.start_soon(self._reach.keep_mapped, lambda: config.on_address(self._address))
+
+    async def _keep_keys(self, keyring: Keyring, run: bytes) -> None:
+        """Follows rotations of the run's key. Members give the new one to each other, and to us."""
+
+        async def founder(peer: PeerId) -> bytes:
+            try:
+                manifest = Manifest.parse(await fetch_manifest(self._endpoint, peer, run))
+            except ManifestError as error:
+                raise RequestRefused(f"whose word that is cannot be told: {error}", code="unverified") from error
+            if manifest.run_id != run:
+                raise RequestRefused("whose word that is cannot be told: another run's manifest", code="unverified")
+            return manifest.founder
+
+        async def nobody() -> tuple[PeerId, ...]:
+            return ()
+
+        await RunKeys(self._endpoint, keyring, self._config.home, run, founder=founder, events=self._events).run(nobody)
 
     async def _bootstrap(self) -> None:
         """Joins the others, if there are any. Whoever is not there now is tried again by the DHT."""
@@ -186,3 +217,10 @@ class _Helper:
                 with contextlib.suppress(OSError):  # a full disk is no reason to stop, and the old book is still there
                     await trio.to_thread.run_sync(write_book, self._config.home, entries)
                     written = entries
+
+
+def _keyring(config: HelperConfig) -> Keyring | None:
+    ticket = config.ticket
+    if ticket is None or ticket.swarm_key is None:
+        return None
+    return open_keyring(config.home, ticket.run_id, ticket.swarm_key, ticket.key_number)

@@ -23,7 +23,7 @@ import trio
 from dht import DHT, members_key
 from peer.state import Tip
 from protocol.endpoint import Endpoint, PeerLost
-from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError
+from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError, WrongSwarmKey
 from protocol.identity import PeerId
 from protocol.stream import Stream
 from protocol.transport import Address
@@ -147,9 +147,11 @@ class Membership:
         rng: Spreads out what all members would otherwise do at once.
         limit: The most members to keep connections to.
         allowed: Peer ids that may take part, or None for everyone.
+        refuses: Says why a peer cannot be a member now, although it may take part, or None.
         plausible: Whether a tip can exist in this run at all.
         seen: Called with a member's id when it first says hello on a connection.
         lost: Called with a member's id and a reason when its connection ends.
+        rejected: Called with a peer's id and an error when it does not take us for a member, or has another swarm key.
     """
 
     def __init__(
@@ -161,9 +163,11 @@ class Membership:
         rng: random.Random,
         limit: int = 64,
         allowed: frozenset[PeerId] | None = None,
+        refuses: Callable[[PeerId], str | None] = lambda peer: None,
         plausible: Callable[[Tip], bool] = lambda tip: True,
         seen: Callable[[PeerId], None] = lambda peer: None,
         lost: Callable[[PeerId, str], None] = lambda peer, reason: None,
+        rejected: Callable[[PeerId, ShoalError], None] = lambda peer, error: None,
     ) -> None:
         self._endpoint = endpoint
         self._dht = dht
@@ -171,9 +175,11 @@ class Membership:
         self._rng = rng
         self._limit = limit
         self._allowed = allowed
+        self._refuses = refuses
         self._plausible = plausible
         self._seen = seen
         self._lost = lost
+        self._rejected = rejected
         self._tip: Tip | None = None
         self._active = False
         self._number = 0
@@ -342,6 +348,8 @@ class Membership:
     def _begin_to_greet(self, peer: PeerId, *, expected: bool, later: bool = False) -> None:
         if self._nursery is None or len(self._members) + len(self._greeting) >= self._limit:
             return
+        if self._refuses(peer) is not None:
+            return
         self._greeting.add(peer)
         if expected:
             self._awaited[peer] = trio.current_time() + SETTLE
@@ -392,8 +400,11 @@ class Membership:
                 except (RequestRefused, ProtocolError) as error:
                     if isinstance(error, RequestRefused) and error.code in (NOT_ALLOWED, FULL):
                         self.refusal = error
+                        self._rejected(peer, error)
                     break
-                except ShoalError:
+                except ShoalError as error:
+                    if isinstance(error, WrongSwarmKey):
+                        self._rejected(peer, error)
                     self._awaited.pop(peer, None)
                     self._notify()
                     continue
@@ -407,7 +418,7 @@ class Membership:
             self._notify()
 
     def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
-        if not self._note(peer, welcome.status):
+        if self._refuses(peer) is not None or not self._note(peer, welcome.status):
             return
         if self._nursery is not None and told < self._number:
             self._nursery.start_soon(self._tell, peer)  # our status has changed since the hello
@@ -420,6 +431,9 @@ class Membership:
             raise RequestRefused("this peer takes part in another run", code="unknown_run")
         if not self._may_join(stream.peer):
             raise RequestRefused("this run admits only the peers on its list", code=NOT_ALLOWED)
+        refusal = self._refuses(stream.peer)
+        if refusal is not None:
+            raise RequestRefused(refusal, code=NOT_ALLOWED)
         if stream.peer not in self._members and len(self._members) >= self._limit:
             raise RequestRefused(f"this run is full: it admits {self._limit + 1} peers at most", code=FULL)
         if not self._note(stream.peer, hello.status):

@@ -4,7 +4,8 @@
 
 The checksum is the first 4 bytes of SHA-256(version || body), so that typing errors are told from everything else. The
 body is a canonical msgpack map: `r` run id, `b` bootstrap peers as [peer id, host, port], and where there is one, `k`
-swarm key and `e` expiry in Unix seconds. A ticket of a private run holds its swarm key: it is a secret.
+swarm key, `n` its number unless that is 0, and `e` expiry in Unix seconds. A ticket of a private run holds its swarm
+key: it is a secret.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def _finite(ticket: Ticket, attribute: object, value: float | None) -> None:
         raise ValueError("the expiry must be a time")
 
 
+def _countable(ticket: Ticket, attribute: object, value: int) -> None:
+    if type(value) is not int or not 0 <= value < 2**32 or (value and ticket.swarm_key is None):
+        raise ValueError("the number must be that of a key")
+
+
 @attrs.frozen
 class Ticket:
     """What a ticket says.
@@ -69,12 +75,14 @@ class Ticket:
         run_id: The 32-byte id of the run.
         bootstrap: 1 to 8 peers to ask first, with an address each.
         swarm_key: The 32-byte key of a private run, or None.
+        key_number: How many keys the run has had before it.
         expires: Unix seconds after which it is refused, or None.
     """
 
     run_id: bytes = attrs.field(validator=_sized(32))
     bootstrap: tuple[tuple[PeerId, Address], ...] = attrs.field(validator=_bounded)
     swarm_key: bytes | None = attrs.field(default=None, validator=_sized(SWARM_KEY_SIZE), repr=False)
+    key_number: int = attrs.field(default=0, validator=_countable, kw_only=True)
     expires: float | None = attrs.field(default=None, converter=attrs.converters.optional(float), validator=_finite)
 
     def encode(self) -> str:
@@ -85,6 +93,8 @@ class Ticket:
         }
         if self.swarm_key is not None:
             fields["k"] = self.swarm_key
+        if self.key_number:
+            fields["n"] = self.key_number
         if self.expires is not None:
             fields["e"] = self.expires
         data = bytes([VERSION]) + msgpack.packb(fields, use_bin_type=True)
@@ -155,7 +165,8 @@ def _from_body(body: bytes) -> Ticket:
     try:
         fields = msgpack.unpackb(body, raw=False, strict_map_key=True)
         bootstrap = tuple((PeerId(peer), Address(host, port)) for peer, host, port in fields["b"])
-        ticket = Ticket(_bytes(fields["r"]), bootstrap, _bytes(fields.get("k")), fields.get("e"))
+        swarm_key, number = _bytes(fields.get("k")), fields.get("n", 0)
+        ticket = Ticket(_bytes(fields["r"]), bootstrap, swarm_key, fields.get("e"), key_number=number)
         canonical = ticket.encode()
     except (ValueError, TypeError, KeyError, AttributeError, AddressError, msgpack.UnpackException) as error:
         raise TicketError(f"the ticket makes no sense: {_reason(error)}") from error

@@ -7,15 +7,15 @@ the clock.
 from __future__ import annotations
 
 import contextlib
-import hmac
 from collections.abc import Callable
 
 import attrs
 import trio
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer, WrongVersion
+from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer, WrongSwarmKey, WrongVersion
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
+from protocol.keyring import Keyring, prove, proved
 from protocol.noise import KEY_SIZE, CipherState, Handshake
 from protocol.records import RecordReader, RecordWriter
 from protocol.transport import Address, Buffer, ByteStream, LineState, PacedStream
@@ -30,18 +30,19 @@ MAX_FEATURES = 2048
 _MAGIC = b"shoal"
 _PREAMBLE_SIZE = 8  # magic, version, flags, status
 _PRIVATE = 1  # flag: this side has a swarm key
-_ACCEPTED, _WRONG_KEY = 0, 1  # status, in the responder's preamble
+# Status, in the responder's preamble; the last one: the second of the initiator's keys is the one that we share.
+_ACCEPTED, _WRONG_KEY, _SECOND_KEY = 0, 1, 2
 LANE_OPENING = _MAGIC + bytes([VERSION, 2, 0])
 """What comes first on a lane (see `lane`) in the place of a preamble."""
 
 _PROLOGUE = b"shoal-channel-v1"
-_PROOF = b"shoal-swarm-key-v1"
 _SIGNATURE = "channel-static-key-v1"
 _MAX_HANDSHAKE_MESSAGE = 4096
 _LINGER = 1.0  # seconds that a refusing responder waits for the dialler to read why
 _LINGER_BYTES = 16_384
 
 _SWARM_KEY_HINT = "Check that both peers use a ticket of the same run."
+_ROTATED_HINT = "If the run's key was changed, ask somebody in the run for a fresh ticket: `shoal ticket`."
 
 
 async def handshake(
@@ -49,7 +50,7 @@ async def handshake(
     identity: Identity,
     *,
     initiator: bool,
-    psk: bytes | None = None,
+    psk: bytes | Keyring | None = None,
     expected: PeerId | None = None,
     features: bytes = b"",
     opening: bytes | None = None,
@@ -62,8 +63,8 @@ async def handshake(
         stream: The connection, nothing sent or received yet.
         identity: Who we are.
         initiator: Whether we dialled.
-        psk: The run's swarm key, 32 bytes, or None for a public run. A side without the right key learns nothing but
-            that there is one.
+        psk: The run's swarm key, 32 bytes, or those that are good now, or None for a public run. A side without any of
+            them learns nothing but that there is one.
         expected: Who it must be; None takes anybody.
         features: Up to `MAX_FEATURES` bytes for the other side. In a public run, whoever dials us can read them.
         opening: What the other side sent first, if the caller has received that: see `lanes.greet`.
@@ -71,12 +72,14 @@ async def handshake(
     Raises:
         WrongPeer: it is somebody else than `expected`.
         WrongVersion: it speaks another version of the protocol.
-        HandshakeError: the other side speaks another protocol, has not the right swarm key, cannot prove
-            its identity, or took longer than `HANDSHAKE_TIMEOUT`. The message says which.
+        WrongSwarmKey: it has another swarm key.
+        HandshakeError: the other side speaks another protocol, has no swarm key, cannot prove its identity, or took
+            longer than `HANDSHAKE_TIMEOUT`. The message says which.
     """
     if len(features) > MAX_FEATURES:
         raise ValueError(f"features have at most {MAX_FEATURES} bytes, not {len(features)}")
-    session = _Session(stream, identity, initiator, psk, expected, features, opening)
+    keys = psk.keys if isinstance(psk, Keyring) else () if psk is None else (psk,)
+    session = _Session(stream, identity, initiator, keys, expected, features, opening)
     channel: SecureChannel | None = None
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT):
@@ -123,14 +126,18 @@ class SecureChannel:
         ciphers: tuple[CipherState, CipherState],
         secret: bytes,
         peer: Introduction,
+        *,
         sent: int,
         received: int,
         rtt: float,
+        swarm_key: bytes | None,
     ) -> None:
         self.peer_id = PeerId.of(peer.public_key)
         self.public_key = peer.public_key
         self.features = peer.features
         """What the other side gave as `features`."""
+        self.swarm_key = swarm_key
+        """The swarm key that both sides went by; None in a public run."""
         self.bytes_sent = sent
         """Bytes on the wire so far, with the handshake and all overhead of ours."""
         self.bytes_received = received
@@ -249,7 +256,7 @@ class _Session:
     _stream: ByteStream
     _identity: Identity
     _initiator: bool
-    _psk: bytes | None
+    _keys: tuple[bytes, ...]
     _expected: PeerId | None
     _features: bytes
     _opening: bytes | None
@@ -260,14 +267,16 @@ class _Session:
 
     async def initiate(self) -> SecureChannel:
         noise = self._noise()
-        proof = self._proof(self._ephemeral.public_key().public_bytes_raw())
+        proof = prove(self._keys, self._ephemeral.public_key().public_bytes_raw())
         asked = trio.current_time()
         await self._send(self._preamble() + _framed(noise.write_message(proof)))
         theirs = await self._receive(_PREAMBLE_SIZE)
         rtt = trio.current_time() - asked
         self._check_preamble(theirs)
-        if theirs[-1] != _ACCEPTED:
+        if theirs[-1] == _WRONG_KEY:
             raise self._wrong_swarm_key()
+        if self._keys:
+            noise.psk = self._keys[1 if theirs[-1] == _SECOND_KEY else 0]
         peer = self._introduced(noise, self._read(noise, await self._receive_framed()))
         # Nobody but the expected peer learns who we are.
         if self._expected is not None and PeerId.of(peer.public_key) != self._expected:
@@ -291,11 +300,14 @@ class _Session:
         message = await self._receive_framed()
         proof = self._read(noise, message)
         # Without this the second message would tell anybody who we are: the key itself enters only the third.
-        if not hmac.compare_digest(proof, self._proof(message[:KEY_SIZE])):
+        found = proved(self._keys, proof, message[:KEY_SIZE])
+        if found is None:
             await self._refuse(_WRONG_KEY)
             raise self._wrong_swarm_key()
+        noise.psk, place = found
+        status = _SECOND_KEY if place else _ACCEPTED
         asked = trio.current_time()
-        await self._send(self._preamble() + _framed(noise.write_message(self._introduction())))
+        await self._send(self._preamble(status) + _framed(noise.write_message(self._introduction())))
         message = await self._receive_framed()
         rtt = trio.current_time() - asked
         peer = self._introduced(noise, self._read(noise, message))
@@ -304,13 +316,24 @@ class _Session:
         return self._channel(noise, peer, rtt)
 
     def _channel(self, noise: Handshake, peer: Introduction, rtt: float) -> SecureChannel:
-        return SecureChannel(self._stream, noise.split(), noise.export(), peer, self._sent, self._received, rtt)
+        return SecureChannel(
+            self._stream,
+            noise.split(),
+            noise.export(),
+            peer,
+            sent=self._sent,
+            received=self._received,
+            rtt=rtt,
+            swarm_key=noise.psk,
+        )
 
     def _noise(self) -> Handshake:
-        return Handshake(self._initiator, self._static, self._ephemeral, _PROLOGUE + self._preamble(), self._psk)
+        prologue = _PROLOGUE + self._preamble()
+        psk = self._keys[0] if self._keys else None
+        return Handshake(self._initiator, self._static, self._ephemeral, prologue, psk)
 
     def _preamble(self, status: int = _ACCEPTED) -> bytes:
-        return _MAGIC + bytes([VERSION, 0 if self._psk is None else _PRIVATE, status])
+        return _MAGIC + bytes([VERSION, _PRIVATE if self._keys else 0, status])
 
     def _check_preamble(self, theirs: bytes) -> None:
         remote = self._stream.remote
@@ -322,18 +345,18 @@ class _Session:
                 f"{remote} speaks version {version} of Shoal's protocol, and we speak version {VERSION}",
                 hint="Update the older of the two.",
             )
-        if flags & ~_PRIVATE or status > (_WRONG_KEY if self._initiator else _ACCEPTED):
+        if flags & ~_PRIVATE or status > self._highest_status():
             raise HandshakeError(f"{remote} sent a preamble that version {VERSION} does not know: {theirs.hex()}")
-        if flags and self._psk is None:
+        if flags and not self._keys:
             raise HandshakeError(f"{remote} asks for a swarm key, and we have none", hint=_SWARM_KEY_HINT)
-        if not flags and self._psk is not None:
+        if not flags and self._keys:
             raise HandshakeError(f"{remote} has no swarm key, and our run needs one", hint=_SWARM_KEY_HINT)
 
-    def _proof(self, initiator_ephemeral: bytes) -> bytes:
-        """What only a holder of the swarm key can say, about this handshake's first key; nothing in a public run."""
-        if self._psk is None:
-            return b""
-        return hmac.digest(self._psk, _PROOF + initiator_ephemeral, "sha256")
+    def _highest_status(self) -> int:
+        """What the other side may answer: nothing if it dialled, and no choice if we have none to offer."""
+        if not self._initiator:
+            return _ACCEPTED
+        return _SECOND_KEY if len(self._keys) > 1 else _WRONG_KEY
 
     def _introduction(self) -> bytes:
         role = _role(self._initiator)
@@ -356,8 +379,9 @@ class _Session:
         except HandshakeError as error:
             raise HandshakeError(f"the handshake with {self._stream.remote} failed: {error}") from error
 
-    def _wrong_swarm_key(self) -> HandshakeError:
-        return HandshakeError(f"{self._stream.remote} has another swarm key than we", hint=_SWARM_KEY_HINT)
+    def _wrong_swarm_key(self) -> WrongSwarmKey:
+        message = f"{self._stream.remote} has another swarm key than we"
+        return WrongSwarmKey(message, hint=f"{_SWARM_KEY_HINT} {_ROTATED_HINT}")
 
     def _wrong_peer(self, peer: Introduction) -> WrongPeer:
         found = PeerId.of(peer.public_key)

@@ -35,6 +35,7 @@ from protocol.errors import (
 from protocol.handlers import Handlers
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
+from protocol.keyring import Keyring
 from protocol.lanes import greet
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
 from protocol.punch import Observer, Puncher
@@ -59,7 +60,7 @@ class Endpoint:
     Args:
         identity: Who we are.
         transport: How others are reached.
-        psk: The run's swarm key (32 bytes), or None for a public run.
+        psk: The run's swarm key (32 bytes), or those that are good at a time, or None for a public run.
         limits: See `Limits`.
         announce: Where others are to connect to; None if that is to be found out.
         local_host: Our address on our own network, for others behind the same router.
@@ -72,7 +73,7 @@ class Endpoint:
         identity: Identity,
         transport: Transport,
         *,
-        psk: bytes | None = None,
+        psk: bytes | Keyring | None = None,
         limits: Limits | None = None,
         announce: Address | None = None,
         local_host: str | None = None,
@@ -81,9 +82,8 @@ class Endpoint:
         self.peer_id = identity.peer_id
         self.address: Address | None = None
         """Where we listen, while we do."""
-        self._identity = identity
         self._transport = transport
-        self._psk = psk
+        self._shake_hands = partial(handshake, identity=identity, psk=psk)
         self._limits = limits or Limits()
         self._instance = rng.randbytes(8)
         self._dialled = 0
@@ -193,6 +193,11 @@ class Endpoint:
         """How the connection to a peer goes; None if there is none."""
         link = self._links.get(peer)
         return None if link is None else link.connection.path
+
+    def swarm_key(self, peer: PeerId) -> bytes | None:
+        """The key that the connection to a peer was made with; None if there is none."""
+        link = self._links.get(peer)
+        return None if link is None else link.connection.channel.swarm_key
 
     @property
     def bytes_sent(self) -> int:
@@ -359,9 +364,7 @@ class Endpoint:
             assert expected is not None
             stream = await self._relay.dial(route, expected)
         try:
-            return await handshake(
-                stream, self._identity, initiator=True, psk=self._psk, expected=expected, features=features
-            )
+            return await self._shake_hands(stream, initiator=True, expected=expected, features=features)
         except WrongPeer:
             if expected is not None and isinstance(route, Address):
                 self._book.forget(expected, route)
@@ -401,8 +404,9 @@ class Endpoint:
                 if (opening := await greet(stream, self._links.lanes)) is None:
                     return
                 features = self._hello(0, seen=None if relayed else stream.remote)
-                shake_hands = partial(handshake, stream, self._identity, initiator=False, psk=self._psk)
-                channel = await shake_hands(expected=relayed, features=features, opening=opening)
+                channel = await self._shake_hands(
+                    stream, initiator=False, expected=relayed, features=features, opening=opening
+                )
                 theirs = await self._theirs(channel)
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)
@@ -423,7 +427,7 @@ class Endpoint:
         """
         stream = await self._transport.dial(address, local_port=port)
         features = self._hello(0, probe=True)
-        channel = await handshake(stream, self._identity, initiator=True, psk=self._psk, features=features)
+        channel = await self._shake_hands(stream, initiator=True, features=features)
         return channel, (await self._theirs(channel)).seen
 
     async def _meet(self, stream: ByteStream, peer: PeerId, *, initiator: bool) -> None:
@@ -431,9 +435,7 @@ class Endpoint:
         self._dialled += initiator
         number = self._dialled if initiator else 0
         features = self._hello(number)
-        channel = await handshake(
-            stream, self._identity, initiator=initiator, psk=self._psk, expected=peer, features=features
-        )
+        channel = await self._shake_hands(stream, initiator=initiator, expected=peer, features=features)
         theirs = await self._theirs(channel)
         dial = number if initiator else theirs.dial
         await self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
@@ -487,9 +489,7 @@ class Endpoint:
             raise PeerUnreachable(f"it is not known where {peer.short} is")
         stream = await self._transport.dial(Address(host, port))
         features = self._hello(0, probe=True)
-        channel = await handshake(
-            stream, self._identity, initiator=True, psk=self._psk, expected=peer, features=features
-        )
+        channel = await self._shake_hands(stream, initiator=True, expected=peer, features=features)
         try:
             await channel.send(word)
         finally:

@@ -62,6 +62,10 @@ class HandshakeError(ShoalError):
     """The other side did not complete the handshake: other protocol, wrong swarm key, wrong identity, or too slow."""
 
 
+class WrongSwarmKey(HandshakeError):
+    """The other side has another swarm key: it belongs to another run, or the run's key was rotated."""
+
+
 class WrongPeer(HandshakeError):
     """The handshake succeeded, but with another peer than the one that was dialled."""
 

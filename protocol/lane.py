@@ -61,8 +61,7 @@ async def call(stream: ByteStream, main: SecureChannel, number: int) -> SecureCh
         raise HandshakeError(f"{stream.remote} did not answer as a lane does")
     sending, receiving = ciphers(main.secret, number, ours, answer[len(LANE_OPENING) :])
     rtt = trio.current_time() - asked
-    received = len(answer)
-    channel = SecureChannel(stream, (sending, receiving), b"", main.introduction, len(opening), received, rtt)
+    channel = _channel(stream, (sending, receiving), main, sent=len(opening), received=len(answer), rtt=rtt)
     await _expect_proof(channel)
     await channel.send(b"")
     return channel
@@ -91,11 +90,24 @@ async def answer_call(stream: ByteStream, main: SecureChannel, number: int, thei
     answer = LANE_OPENING + ours
     await stream.send(answer)
     received = len(LANE_OPENING) + _CALL.size
-    channel = SecureChannel(stream, (sending, receiving), b"", main.introduction, len(answer), received, 0.0)
+    channel = _channel(stream, (sending, receiving), main, sent=len(answer), received=received, rtt=0.0)
     await channel.send(b"")
     await _expect_proof(channel)
     channel.rtt = trio.current_time() - asked
     return channel
+
+
+def _channel(
+    stream: ByteStream,
+    keys: tuple[CipherState, CipherState],
+    main: SecureChannel,
+    *,
+    sent: int,
+    received: int,
+    rtt: float,
+) -> SecureChannel:
+    who, swarm_key = main.introduction, main.swarm_key
+    return SecureChannel(stream, keys, b"", who, sent=sent, received=received, rtt=rtt, swarm_key=swarm_key)
 
 
 async def _expect_proof(channel: SecureChannel) -> None:

@@ -185,7 +185,8 @@ class Handshake:
         self._initiator = initiator
         self._static = static
         self._ephemeral = ephemeral
-        self._psk = psk
+        self.psk = psk
+        """Another one of 32 bytes may take its place until the third message."""
         self._remote_ephemeral: bytes = b""
         self.remote_static: bytes = b""
         """The other side's static public key, 32 bytes once it has arrived."""
@@ -281,14 +282,14 @@ class Handshake:
 
     def _mix_ephemeral(self, public: bytes) -> None:
         self._symmetric.mix_hash(public)
-        if self._psk is not None:  # section 9.2
+        if self.psk is not None:  # section 9.2
             self._symmetric.mix_key(public)
 
     def _mix_secret(self, token: str) -> None:
         match token, self._initiator:
             case "psk", _:
-                assert self._psk is not None
-                self._symmetric.mix_key_and_hash(self._psk)
+                assert self.psk is not None
+                self._symmetric.mix_key_and_hash(self.psk)
             case "ee", _:
                 self._mix_exchange(self._ephemeral, self._remote_ephemeral)
             case ("es", True) | ("se", False):

@@ -35,7 +35,20 @@ from protocol.identity import Identity, PeerId
 from protocol.transport import Address
 
 TICKET = Ticket(bytes(32), ((PeerId(b"p" * 32), Address("192.0.2.7", 7070)),))
-COMMANDS = ["init", "start", "join", "status", "ticket", "sample", "demo", "serve", "doctor", "peers", "top"]
+COMMANDS = [
+    "init",
+    "start",
+    "join",
+    "status",
+    "ticket",
+    "sample",
+    "demo",
+    "serve",
+    "doctor",
+    "peers",
+    "top",
+    "rotate-key",
+]
 
 
 class FakeDaemon:
@@ -401,16 +414,18 @@ def test_status_without_a_daemon(shoal, tmp_path):
 
 
 def test_ticket_shows_what_is_inside_but_not_the_key(shoal):
-    secret = attrs.evolve(TICKET, swarm_key=b"\xaa" * 32, expires=0.0)
+    secret = attrs.evolve(TICKET, swarm_key=b"\xaa" * 32, key_number=3, expires=0.0)
     report = json.loads(shoal("ticket", "--show", secret.encode(), "--json").stdout)
     assert report == {
         "run": "00" * 32,
         "bootstrap": [{"peer": str(PeerId(b"p" * 32)), "address": "192.0.2.7:7070"}],
         "private": True,
+        "key_number": 3,
         "expires": 0.0,
     }
     text = shoal("ticket", "--show", secret.encode()).stdout
     assert "192.0.2.7:7070" in text
+    assert "swarm key 3:" in text
     assert "1970-01-01 00:00 UTC (over)" in text
     assert "aa" * 8 not in text
 

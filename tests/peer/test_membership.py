@@ -124,6 +124,24 @@ async def test_those_who_are_not_on_the_list_are_refused(autojump_clock, mesh, s
     assert [member.peer for member in a.membership.others] == [b.endpoint.peer_id]
 
 
+async def test_members_can_be_kept_out_from_now_on(autojump_clock, mesh, site):
+    swarm = await mesh(3)
+    out, rejected = {}, []
+    a = await site(swarm, 0, refuses=out.get)
+    b = await site(swarm, 1)
+    c = await site(swarm, 2, rejected=lambda peer, error: rejected.append((peer, str(error))))
+    with trio.fail_after(60):
+        for each in (b, c):
+            each.membership.meet([a.endpoint.peer_id])
+        await until(a.membership, lambda: len(a.membership.others) == 2)
+        out[c.endpoint.peer_id] = "out with you"
+        a.endpoint.disconnect(c.endpoint.peer_id, "for a test")
+        await trio.sleep(20)  # simulated; it has tried to come back
+        assert [member.peer for member in a.membership.others] == [b.endpoint.peer_id]
+        assert not a.membership.knows(c.endpoint.peer_id)
+    assert set(rejected) == {(a.endpoint.peer_id, f"{a.endpoint.peer_id.short} refused: out with you")}
+
+
 async def test_a_lost_member_is_told_of_and_greeted_again(autojump_clock, mesh, site):
     swarm = await mesh(2)
     a, b = [await site(swarm, number) for number in range(2)]

@@ -157,6 +157,25 @@ def test_people_get_a_line_for_what_matters(log):
     ]
 
 
+def test_people_get_a_line_about_keys(log):
+    said = []
+    log.subscribe(lambda event: said.append(describe(event)))
+    log.emit("key_rotated", number=2, excluded=())
+    log.emit("key_taken", peer="a" * 52, number=2)
+    log.emit("key_retired", number=1)
+    log.emit("key_problem", reason="rotated.json: no space left")
+    log.emit("rejected", peer="a" * 52, reason="b:1 has another swarm key than we", hint="Ask for a fresh ticket.")
+    log.emit("rejected", peer="a" * 52, reason="this run is full", hint=None)
+    assert said == [
+        "the swarm key was rotated: this is key 2",
+        "peer aaaaaaaa has swarm key 2",
+        "swarm key 1 is no longer good",
+        "the swarm key was NOT SAVED: rotated.json: no space left",
+        "peer aaaaaaaa does not let this one in: b:1 has another swarm key than we. Ask for a fresh ticket.",
+        "peer aaaaaaaa does not let this one in: this run is full.",
+    ]
+
+
 def test_the_live_line_does_not_swallow_lines(log, tmp_path, capsys):
     file = StatusFile(tmp_path / "status.json", log, ME)
     with Console(lambda: file.status, live=True) as console:

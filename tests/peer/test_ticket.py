@@ -28,6 +28,10 @@ tickets = st.builds(
     st.lists(st.tuples(keys.map(PeerId), addresses), min_size=1, max_size=8).map(tuple),
     st.none() | keys,
     st.none() | st.floats(0, 1e12),
+).flatmap(
+    lambda ticket: st.builds(
+        attrs.evolve, st.just(ticket), key_number=st.integers(0, 2**32 - 1) if ticket.swarm_key else st.just(0)
+    )
 )
 
 
@@ -52,7 +56,7 @@ def test_a_ticket_survives_its_text(ticket):
 def test_the_longest_ticket_fits():
     host = ".".join(["a" * 62] * 4)
     peers = tuple((PeerId(bytes([i]) * 32), Address(host, 65535)) for i in range(8))
-    ticket = Ticket(RUN, peers, swarm_key=bytes(32), expires=1e12)
+    ticket = Ticket(RUN, peers, swarm_key=bytes(32), key_number=2**32 - 1, expires=1e12)
     assert len(ticket.encode()) <= MAX_TICKET
     assert Ticket.parse(ticket.encode(), now=0.0) == ticket
 
@@ -103,6 +107,12 @@ def test_garbage_with_a_right_checksum_is_refused(body, version):
     [
         fields(x=1),
         fields(r=RUN[:-1]),
+        fields(n=1),
+        fields(k=b"k" * 32, n=0),
+        fields(k=b"k" * 32, n=-1),
+        fields(k=b"k" * 32, n=2**32),
+        fields(k=b"k" * 32, n=True),
+        fields(k=b"k" * 32, n=1.0),
         fields(r="r" * 32),
         fields(b=[]),
         fields(b=[[bytes(PEER), "192.0.2.7", 7070]] * 9),

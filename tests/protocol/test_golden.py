@@ -15,7 +15,7 @@ from dht import members_key
 from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
-from peer import membership, probe, sync
+from peer import membership, probe, rotation, sync
 from protocol import frames, hello, lane, punch, reachability, relay, rivals, round_messages, wire
 from protocol.channel import LANE_OPENING
 from protocol.frames import Kind
@@ -116,6 +116,10 @@ MESSAGES = {
         "93 ae6d656d6265722e77656c636f6d65 93 cd012c 93 03 cb412e848000000000 c420 22*32 c3 91 92 c420 bb*32 91 "
         "ae3139322e302e322e373a37303730"
     ),
+    rotation.KeyRotation(ONES, 300, TWOS, (BOB,), b"s" * 64): (
+        "96 a772756e2e6b6579 c420 11*32 cd012c c420 22*32 91 c420 bb*32 c440 73*64"
+    ),
+    rotation.KeyTaken(0): "92 ad72756e2e6b65792e74616b656e 00",
     sync.ManifestRequest(ONES): "92 ac72756e2e6d616e6966657374 c420 11*32",
     sync.ManifestReply("[run]"): "92 b272756e2e6d616e69666573742e7265706c79 a55b72756e5d",
     sync.DescribeRequest(ONES, TWOS): "93 ae73746174652e6465736372696265 c420 11*32 c420 22*32",
@@ -144,7 +148,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (hello, punch, reachability, relay, rivals, dht, round_messages, membership, probe, sync)
+    modules = (hello, punch, reachability, relay, rivals, dht, round_messages, membership, rotation, probe, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 

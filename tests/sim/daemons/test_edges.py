@@ -12,11 +12,15 @@ import peer.reach
 from dht import members_key
 from dht.node import DHT
 from peer.checkpoint import load_latest
+from peer.membership import Hello, StatusClaim, Welcome
 from peer.settings import LimitSettings, MembershipSettings
+from peer.sync import DescribeRequest, RangeRequest
 from peer.trainer import Trainer
 from protocol.endpoint import Endpoint
 from protocol.errors import DataError, PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import Identity
+from protocol.plan import NO_BALLOT
+from protocol.round_messages import FetchResult, Ready
 from protocol.transport import Address
 
 LIMIT = 600
@@ -58,6 +62,33 @@ async def test_a_run_with_a_list_admits_those_on_it_and_its_founder(autojump_clo
         assert (error.code, str(swarm.home("c").identity.peer_id) in str(error)) == ("not_allowed", True)
         await b.ended.wait()
     assert len(b.events("round_committed")[-1]["contributors"]) == 2
+
+
+async def test_who_is_not_on_the_list_gets_nothing_by_asking(autojump_clock, simulated_swarm, nursery):
+    """A stranger that does not ask itself whether it is on the list."""
+    swarm = simulated_swarm
+    listed = str(swarm.home("b").identity.peer_id)
+    only_b = MembershipSettings(policy="allow", allow=(listed,))
+    swarm.settings = attrs.evolve(endless(swarm.settings), membership=only_b)
+    stranger = Endpoint(Identity.from_seed(bytes(32)), swarm.network.transport("x"), rng=random.Random())
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        await swarm.start("b")
+        await a.until_round(2)
+        await nursery.start(stranger.run, Address("x", 4000))
+        stranger.learn(a.id, Address("a", 4000))
+        run, digest = swarm.ticket.run_id, bytes.fromhex(a.digests()[2])
+        for request, code in (
+            (Hello(run, StatusClaim(1, None, True)), "not_allowed"),
+            (DescribeRequest(run, digest), "not_a_member"),
+            (RangeRequest(run, digest, 0), "not_a_member"),
+            (Ready(run, "", 3, digest, 1.0, 1, NO_BALLOT, ()), "not_a_member"),
+            (FetchResult(run, "", 2), "not_a_member"),
+        ):
+            with pytest.raises(RequestRefused) as caught:
+                await stranger.request(a.id, request, Welcome)
+            assert caught.value.code == code
+    nursery.cancel_scope.cancel()
 
 
 async def test_a_newcomer_that_nobody_has_room_for_says_so(autojump_clock, simulated_swarm):
