@@ -5,8 +5,8 @@
 
 The line has 100 Mbit/s and a queue of 200 ms. A transfer has to fill it while the round trip of a request, made every
 50 ms, stays close to the line's own: with lanes for the bulk data, and on one connection for everything. Where packets
-are lost, a bare TCP connection with cubic is measured too, and lanes have to reach ten times its rate or 80 % of the
-line. Exit code 1 if a goal is missed; 0 if there can be no network namespaces, which it says.
+are lost, a bare TCP connection with cubic is measured too, and lanes with bbr have to reach ten times its rate or 80 %
+of the line. Exit code 1 if a goal is missed; 0 if there can be no network namespaces, which it says.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def rows_of(line: Line, congestion: str, lanes: int, single: float | None) -> li
             row(f"{where}: median round trip", statistics.median(times), line.rtt, "ms", "<= 1.2", "the line"),
             row(f"{where}: 95th percentile", high, line.rtt, "ms", "<= 2", "the line"),
         ]
-    enough = rate >= 0.8 * RATE or not lanes
+    # With cubic, eight lanes are eight times one connection at best: the goal is for what is used where it exists.
+    enough = rate >= 0.8 * RATE or not lanes or congestion != "bbr"
     return [
         *rows,
         row(f"{where}: bulk", rate, single, "Mbit/s", "" if enough else ">= 10", "a bare cubic connection"),
