@@ -19,6 +19,7 @@ LONG = 0.01
 IDLE = 60.0
 """Seconds without bulk data after which lanes are given up."""
 
+_WORTHWHILE = 1 << 15  # bytes since the last time, a quarter of a second: below, there is little to gain
 _PERIOD = 1.0  # seconds over which a rate is measured, at least: also ten round trips
 _ROUND_TRIPS = 10
 _GAIN = 1.1  # that twice the lanes have to bring
@@ -91,7 +92,7 @@ class LanePolicy:
         if rtt < LONG or not self._limit:
             self.wanted = 0
         elif not self.wanted:
-            self.wanted = int(traffic.waiting)
+            self.wanted = int(traffic.waiting and traffic.moved >= _WORTHWHILE)
             self._before = self._began = None
             self._settling = True
         elif lanes != self.wanted:

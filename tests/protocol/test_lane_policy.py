@@ -40,6 +40,10 @@ def test_bulk_data_on_a_long_way_gets_a_lane_at_once():
     assert Way(rtt=LONG).run(TICK) == 1
 
 
+def test_a_trickle_needs_no_lane():
+    assert Way(each=36_000).run(60) == 0
+
+
 def test_where_nothing_is_lost_one_lane_is_enough():
     way = Way(lossy=False)
     way.run(60)
