@@ -59,7 +59,10 @@ class Neighbours:
         """One request to one peer, within the time limit, and what the table learns from it. None: no answer."""
         peer = contact.peer
         answer: _R | None = None
+        connection = self._endpoint.statistics(peer)
         timeout = self._settings.request_timeout
+        if connection is not None:
+            timeout += min(2 * connection.rtt, timeout)
         try:
             self._endpoint.learn(peer, *contact.addresses)
             answer = await self._endpoint.request(peer, request, reply, timeout=timeout)
@@ -161,7 +164,7 @@ class Neighbours:
 
     def _heard(self, peer: PeerId) -> None:
         known = self.table.entry(peer)
-        self.table.heard(self._contact(peer), trio.current_time())
+        self.table.heard(self._contact(peer), trio.current_time(), host=self._endpoint.host(peer))
         if known is not None and not known.alive:
             self.revived.set()
 

@@ -8,8 +8,8 @@ What it promises:
    said. Holders that had an older one, or none, are sent the newest for what is left of its life.
 3. `publish` keeps a record alive until it is replaced or withdrawn, also across churn: it is placed anew, among
    whoever is closest by then, three times in its life.
-4. No request waits longer than `request_timeout`, no lookup longer than `lookup_limit`; peers that do not answer cost
-   time, not results.
+4. No request waits longer than twice the `request_timeout`, no lookup longer than `lookup_limit`; peers that do not
+   answer cost time, not results.
 5. A peer that contacts us, or that we connect to, is asked whether it answers, and is in the table from then on.
 """
 
@@ -87,12 +87,13 @@ class DHT:
         self._lookup_settings = attrs.evolve(settings.lookup, k=settings.k, alpha=settings.alpha)
         self._neighbours = Neighbours(endpoint, settings, rng)
         self._table = self._neighbours.table
-        self._store = RecordStore(settings.store)
+        self._store = RecordStore(self._own, settings.store)
         self._signed: dict[bytes, Record] = {}  # the last record that we signed, by key
         self._publications: dict[bytes, _Publication] = {}
         self._published = trio.Event()  # there is something new to place
         quota: Quota[PeerId] = Quota(rate=settings.rate, burst=settings.burst)
-        Service(self._table, self._store, quota, self._neighbours.notice).register(endpoint)
+        origins: Quota[str] = Quota(rate=settings.origin_rate, burst=settings.origin_burst)
+        Service(endpoint, self._table, self._store, quota, origins, self._neighbours.notice).register()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the table fresh and what is published alive, until cancelled."""

@@ -27,6 +27,7 @@ from dht.messages import (
 from dht.records import Record
 from dht.store import Held, RecordStore, Verdict
 from dht.table import RoutingTable
+from protocol.door import origin
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import ProtocolError, RequestRefused
 from protocol.identity import PeerId
@@ -38,23 +39,27 @@ class Service:
     """The handlers of the DHT's requests.
 
     Args:
+        endpoint: Who hands us the requests.
         table: Where contacts come from.
         store: Where records are kept.
         quota: How much each peer may ask.
+        origins: How much all peers of an address may ask: identities cost nothing.
         notice: Called with each peer that asks something proper: it is there, and may be worth knowing.
     """
 
+    endpoint: Endpoint
     table: RoutingTable
     store: RecordStore
     quota: Quota[PeerId]
+    origins: Quota[str]
     notice: Callable[[PeerId], None]
 
-    def register(self, endpoint: Endpoint) -> None:
-        """Have an endpoint hand the DHT's requests to us."""
-        endpoint.handle(Ping, self._ping)
-        endpoint.handle(Find, self._find)
-        endpoint.handle(Store, self._store)
-        endpoint.handle(Fetch, self._fetch)
+    def register(self) -> None:
+        """Have the endpoint hand the DHT's requests to us."""
+        self.endpoint.handle(Ping, self._ping)
+        self.endpoint.handle(Find, self._find)
+        self.endpoint.handle(Store, self._store)
+        self.endpoint.handle(Fetch, self._fetch)
 
     async def _ping(self, request: Ping, stream: Stream) -> Pong:
         self._admit(stream.peer)
@@ -71,7 +76,8 @@ class Service:
         try:
             record = Record.decode(request.copy.record)
             by_signer = record.signer == stream.peer
-            verdict = self.store.put(record, request.copy.remaining, now, by_signer=by_signer)
+            where = self._origin(stream.peer)
+            verdict = self.store.put(record, request.copy.remaining, now, by_signer=by_signer, origin=where)
             if verdict is Verdict.FORGED:
                 raise ProtocolError("a record with a forged signature")
         except ProtocolError:
@@ -90,9 +96,13 @@ class Service:
     def _admit(self, peer: PeerId) -> float:
         """Count a request against its sender. Returns the time."""
         now = trio.current_time()
-        if not self.quota.allow(peer, now):
+        if not self.origins.allow(self._origin(peer), now) or not self.quota.allow(peer, now):
             raise RequestRefused(f"{peer.short} asks too often", code="busy")
         return now
+
+    def _origin(self, peer: PeerId) -> str:
+        connection = self.endpoint.statistics(peer)
+        return "gone" if connection is None else origin(connection.remote.host)
 
 
 def copy_of(held: Held, now: float) -> Copy:

@@ -20,8 +20,10 @@ class DhtSettings:
     store: StoreLimits = attrs.field(factory=StoreLimits)
     rate: float = 50.0  # requests a second that one peer may make
     burst: int = 200
+    origin_rate: float = 500.0  # requests a second that all peers of one address may make
+    origin_burst: int = 2000
 
-    request_timeout: float = 3.0  # with connecting
+    request_timeout: float = 3.0  # with connecting; up to twice as long where round trips are long
     slow_after: float = 1.0  # a lookup asks somebody else meanwhile
     lookup_limit: float = 10.0
     readers: int = 5  # holders that a reader asks
@@ -34,5 +36,5 @@ class DhtSettings:
     liveness: float = 10.0  # a contact is not left alone for longer, as far as `alpha` pings at a time allow
 
     bootstrap_grace: float = 1.0  # once one bootstrap peer has answered, the others have so long
-    connect_timeout: float = 5.0
+    connect_timeout: float = 10.0
     saved: int = 50  # contacts to be kept for the next start

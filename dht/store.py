@@ -2,6 +2,11 @@
 
 Invariants: every record held has a valid signature; there is at most one per key and signer, and its sequence never
 goes down while it is held; the bounds of `StoreLimits` hold at all times; nothing is served after its time.
+
+Signers cost nothing, so what decides who gives way is where records come from. When there is no room, in all or under a
+key, the origin that has most of it loses a record to one that would still have less afterwards. So whoever fills the
+store from a few addresses displaces only records of those, or is refused.
+
 Time is the caller's, in seconds from any origin, and never goes back.
 """
 
@@ -12,13 +17,20 @@ import heapq
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
+from typing import TypeVar
 
 import attrs
 
+from dht.ids import distance
 from dht.records import Record
 from protocol.identity import PeerId
 
+_K = TypeVar("_K")
+_J = TypeVar("_J")
+
 RECORD_OVERHEAD = 512  # bytes of Python objects around one record, guessed
+_COMPARED = 16  # records of an origin of which the one goes that is furthest from us, where lookups seek it least
 
 
 class Verdict(enum.Enum):
@@ -36,7 +48,7 @@ ACCEPTED = frozenset({Verdict.STORED, Verdict.REFRESHED})
 
 @attrs.frozen
 class StoreLimits:
-    """Bounds on what is kept. Where one is reached, records that are already held stay and new ones are refused."""
+    """Bounds on what is kept."""
 
     per_key: int = 256
     per_signer: int = 16
@@ -51,6 +63,7 @@ class Held:
 
     record: Record
     expires: float
+    origin: str  # of whoever sent it, or of the signer if it did
 
     def remaining(self, now: float) -> float:
         """Seconds that it may still live, here or wherever it is passed on to."""
@@ -58,16 +71,25 @@ class Held:
 
 
 class RecordStore:
-    """Verified records by key and signer, each until its time is over."""
+    """Verified records by key and signer, each until its time is over.
 
-    def __init__(self, limits: StoreLimits | None = None) -> None:
+    Args:
+        own: Our place in the key space.
+        limits: See `StoreLimits`.
+    """
+
+    def __init__(self, own: PeerId, limits: StoreLimits | None = None) -> None:
+        self._own = own
         self._limits = limits or StoreLimits()
         self._keys: dict[bytes, dict[PeerId, Held]] = {}
         self._per_signer: Counter[PeerId] = Counter()
+        self._shares: Counter[str] = Counter()  # bytes by origin
+        self._origins: dict[str, dict[tuple[bytes, PeerId], Held]] = {}  # the same records by origin, the oldest first
         self._records = 0
         self._size = 0
-        # Exactly one entry per held record, whose time may be behind the record's: it is put back when it comes up
-        # early. So refreshing costs nothing here, and nobody can make the heap grow by refreshing often.
+        # One entry per held record, whose time may be behind the record's: it is put back when it comes up early. So
+        # refreshing costs nothing here, and nobody can make the heap grow by refreshing often. Entries of records that
+        # had to give way stay until there are as many as others.
         self._timers: list[tuple[float, bytes, PeerId]] = []
 
     def __len__(self) -> int:
@@ -78,7 +100,7 @@ class RecordStore:
         """Bytes in use, overhead included."""
         return self._size
 
-    def put(self, record: Record, remaining: float, now: float, *, by_signer: bool) -> Verdict:
+    def put(self, record: Record, remaining: float, now: float, *, by_signer: bool, origin: str = "") -> Verdict:
         """Offer a record.
 
         Args:
@@ -86,23 +108,30 @@ class RecordStore:
             remaining: Seconds that the sender lets it live. Capped by the record's own time to live and the limits.
             now: The time.
             by_signer: Whether the signer itself sent it. Others may spread a record but not prolong its life.
+            origin: What the sender's address is counted under; empty if that is ourselves.
         """
         self.expire(now)
         expires = now + min(remaining, record.ttl, self._limits.ttl)
         held = self.get(record.key, record.signer, now)
         if held is not None and held.record == record:
-            if by_signer and expires > held.expires:
-                self._keys[record.key][record.signer] = Held(record, expires)
+            if by_signer:
+                self._drop(held)
+                self._hold(Held(record, max(expires, held.expires), origin))
             return Verdict.REFRESHED
         if held is not None and held.record.sequence >= record.sequence:
             return Verdict.STALE
         if expires <= now:
             return Verdict.STALE
-        if not self._has_room(record):
+        if self._signer_has_enough(record) or (not self._fits(record) and self._victim(record, origin) is None):
             return Verdict.FULL
         if not record.verify():
             return Verdict.FORGED
-        self._insert(record, expires)
+        while not self._fits(record):
+            victim = self._victim(record, origin)
+            if victim is None:
+                return Verdict.FULL
+            self._drop(victim)
+        self._insert(Held(record, expires, origin))
         return Verdict.STORED
 
     def get(self, key: bytes, signer: PeerId, now: float) -> Held | None:
@@ -141,52 +170,89 @@ class RecordStore:
         """Forget what is over. Costs a logarithm per forgotten record, and next to nothing if there is none."""
         while self._timers and self._timers[0][0] <= now:
             _, key, signer = self._timers[0]
-            held = self._keys[key][signer]
-            if held.expires > now:
+            held = self._keys.get(key, {}).get(signer)
+            if held is not None and held.expires > now:
                 heapq.heapreplace(self._timers, (held.expires, key, signer))
-            else:
-                heapq.heappop(self._timers)
-                self._remove(held.record)
+                continue
+            heapq.heappop(self._timers)
+            if held is not None:
+                self._drop(held)
 
     def __iter__(self) -> Iterator[Held]:
         for entries in self._keys.values():
             yield from entries.values()
 
-    def _has_room(self, record: Record) -> bool:
+    def _signer_has_enough(self, record: Record) -> bool:
+        replaces = record.signer in self._keys.get(record.key, {})
+        return not replaces and self._per_signer[record.signer] >= self._limits.per_signer
+
+    def _fits(self, record: Record) -> bool:
         limits = self._limits
         entries = self._keys.get(record.key, {})
         replaced = entries.get(record.signer)
         freed = _cost(replaced.record) if replaced is not None else 0
         if self._size - freed + _cost(record) > limits.size:
             return False
-        return replaced is not None or (
-            self._records < limits.records
-            and len(entries) < limits.per_key
-            and self._per_signer[record.signer] < limits.per_signer
-        )
+        return replaced is not None or (self._records < limits.records and len(entries) < limits.per_key)
 
-    def _insert(self, record: Record, expires: float) -> None:
-        entries = self._keys.setdefault(record.key, {})
-        replaced = entries.get(record.signer)
-        entries[record.signer] = Held(record, expires)
-        self._size += _cost(record)
-        if replaced is not None:
-            self._size -= _cost(replaced.record)
+    def _victim(self, record: Record, origin: str) -> Held | None:
+        """Which record has to give way for one that does not fit; None if it is the new one itself."""
+        entries = self._keys.get(record.key, {})
+        if len(entries) >= self._limits.per_key and record.signer not in entries:
+            shares, cost = Counter(held.origin for held in entries.values()), 1
         else:
-            self._records += 1
-            self._per_signer[record.signer] += 1
-            heapq.heappush(self._timers, (expires, record.key, record.signer))
+            shares, cost = self._shares, _cost(record)
+        crowd = max(shares, key=shares.__getitem__, default=origin)
+        if shares[origin] + cost >= shares[crowd]:
+            return None
+        if shares is self._shares:
+            candidates: Iterator[Held] = islice(self._origins[crowd].values(), _COMPARED)
+        else:
+            candidates = (held for held in entries.values() if held.origin == crowd)
+        return max(candidates, key=lambda held: distance(held.record.key, self._own))
 
-    def _remove(self, record: Record) -> None:
-        entries = self._keys[record.key]
-        del entries[record.signer]
-        if not entries:
-            del self._keys[record.key]
+    def _insert(self, held: Held) -> None:
+        replaced = self._keys.get(held.record.key, {}).get(held.record.signer)
+        if replaced is not None:
+            self._drop(replaced)
+            self._hold(held)
+            return
+        self._hold(held)
+        if len(self._timers) > 2 * self._records:
+            self._timers = [(other.expires, other.record.key, other.record.signer) for other in self]
+            heapq.heapify(self._timers)
+        else:
+            heapq.heappush(self._timers, (held.expires, held.record.key, held.record.signer))
+
+    def _hold(self, held: Held) -> None:
+        record = held.record
+        self._keys.setdefault(record.key, {})[record.signer] = held
+        self._origins.setdefault(held.origin, {})[record.key, record.signer] = held
+        self._shares[held.origin] += _cost(record)
+        self._per_signer[record.signer] += 1
+        self._records += 1
+        self._size += _cost(record)
+
+    def _drop(self, held: Held) -> None:
+        record = held.record
+        _remove(self._keys, record.key, record.signer)
+        _remove(self._origins, held.origin, (record.key, record.signer))
+        _subtract(self._shares, held.origin, _cost(record))
+        _subtract(self._per_signer, record.signer, 1)
         self._records -= 1
         self._size -= _cost(record)
-        self._per_signer[record.signer] -= 1
-        if not self._per_signer[record.signer]:
-            del self._per_signer[record.signer]
+
+
+def _remove(groups: dict[_K, dict[_J, Held]], group: _K, key: _J) -> None:
+    del groups[group][key]
+    if not groups[group]:
+        del groups[group]
+
+
+def _subtract(counter: Counter[_K], key: _K, count: int) -> None:
+    counter[key] -= count
+    if not counter[key]:
+        del counter[key]
 
 
 def _cost(record: Record) -> int:

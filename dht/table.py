@@ -11,7 +11,8 @@ of Kademlia with what later networks learned the hard way:
    or when it has been silent for `forget_after` seconds. Until then it is dormant: nobody is told of it, but it is
    tried now and then, so that two halves of a cut network find each other again.
 4. Of one network (a /24 or /48, see `network_group`) only a few contacts are admitted to a bucket and to the table, so
-   that one owner of many addresses cannot fill either.
+   that one owner of many addresses cannot fill either. What counts is where a peer says that it listens, and where it
+   is seen. In a replacement cache, the network that has most of it loses a place first.
 
 Time is the caller's, in seconds, and never goes back.
 """
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from dht.ids import ID_BITS, Contact, common_prefix, distance
+from dht.ids import ID_BITS, Contact, common_prefix, distance, network_group
 from protocol.identity import PeerId
 
 
@@ -48,6 +49,13 @@ class Entry:
     seen: float  # when it last answered
     tried: float  # when it last answered or failed to
     failures: int = 0  # in a row
+    host: str | None = None  # where it is seen, if that is known
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The networks that it counts for."""
+        seen = None if self.host is None else network_group(self.host)
+        return self.contact.groups if seen is None else self.contact.groups | {seen}
 
     @property
     def alive(self) -> bool:
@@ -97,8 +105,13 @@ class RoutingTable:
         room = len(bucket.entries) < self._settings.k or not all(entry.alive for entry in bucket.entries.values())
         return peer not in bucket.waiting and (room or len(bucket.waiting) < self._settings.replacements)
 
-    def heard(self, contact: Contact, now: float) -> bool:
+    def heard(self, contact: Contact, now: float, *, host: str | None = None) -> bool:
         """A peer has answered a request of ours.
+
+        Args:
+            contact: The peer and where it says that it listens.
+            now: The time.
+            host: Where it is seen; None if that is not known, as when there is a relay in between.
 
         Returns:
             Whether it is in a bucket now; otherwise it waits in the replacement cache, or is ourselves.
@@ -109,14 +122,14 @@ class RoutingTable:
         known = bucket.entries.get(contact.peer)
         if known is not None:
             self._take(bucket, contact.peer)
-        entry = Entry(contact, seen=now, tried=now)
+        entry = Entry(contact, seen=now, tried=now, host=host)
         bucket.waiting.pop(contact.peer, None)
-        if self._make_room(bucket, contact):
+        if self._make_room(bucket, entry):
             self._admit(bucket, entry)
             return True
         bucket.waiting[contact.peer] = entry
         if len(bucket.waiting) > self._settings.replacements:
-            del bucket.waiting[next(iter(bucket.waiting))]
+            del bucket.waiting[_superfluous(bucket.waiting)]
         # A known contact that moved to a crowded network has left a place.
         self._promote(bucket)
         return False
@@ -189,25 +202,25 @@ class RoutingTable:
     def _bucket_of(self, point: bytes) -> _Bucket:
         return self._buckets.setdefault(min(common_prefix(self._own, point), ID_BITS - 1), _Bucket())
 
-    def _fits(self, bucket: _Bucket, contact: Contact, leaving: Entry | None = None) -> bool:
+    def _fits(self, bucket: _Bucket, coming: Entry, leaving: Entry | None = None) -> bool:
         """Whether a contact that is in no bucket would keep the bounds, once `leaving` has left this one."""
         settings = self._settings
-        gone = leaving.contact.groups if leaving is not None else frozenset()
+        gone = leaving.groups if leaving is not None else frozenset()
         if len(bucket.entries) - (leaving is not None) >= settings.k:
             return False
-        for group in contact.groups:
-            here = sum(group in entry.contact.groups for entry in bucket.entries.values())
+        for group in coming.groups:
+            here = sum(group in entry.groups for entry in bucket.entries.values())
             if here - (group in gone) >= settings.per_bucket:
                 return False
             if self._groups[group] - (group in gone) >= settings.per_table:
                 return False
         return True
 
-    def _make_room(self, bucket: _Bucket, contact: Contact) -> bool:
-        if self._fits(bucket, contact):
+    def _make_room(self, bucket: _Bucket, coming: Entry) -> bool:
+        if self._fits(bucket, coming):
             return True
         for entry in bucket.entries.values():
-            if entry.failures >= self._settings.evict_after and self._fits(bucket, contact, entry):
+            if entry.failures >= self._settings.evict_after and self._fits(bucket, coming, entry):
                 self._take(bucket, entry.contact.peer)
                 return True
         return False
@@ -215,7 +228,7 @@ class RoutingTable:
     def _substitute(self, bucket: _Bucket, leaving: Entry | None) -> Entry | None:
         """The latest of the waiting ones that fits, once `leaving` has left."""
         for entry in reversed(bucket.waiting.values()):
-            if self._fits(bucket, entry.contact, leaving):
+            if self._fits(bucket, entry, leaving):
                 return entry
         return None
 
@@ -226,9 +239,15 @@ class RoutingTable:
 
     def _admit(self, bucket: _Bucket, entry: Entry) -> None:
         bucket.entries[entry.contact.peer] = entry
-        self._groups.update(entry.contact.groups)
+        self._groups.update(entry.groups)
 
     def _take(self, bucket: _Bucket, peer: PeerId) -> None:
         entry = bucket.entries.pop(peer)
-        self._groups.subtract(entry.contact.groups)
+        self._groups.subtract(entry.groups)
         self._groups += Counter()  # drops the groups that nobody is in any more
+
+
+def _superfluous(waiting: dict[PeerId, Entry]) -> PeerId:
+    """The oldest of those whose network has most of a replacement cache."""
+    crowds = Counter(group for entry in waiting.values() for group in entry.groups)
+    return max(waiting, key=lambda peer: max((crowds[group] for group in waiting[peer].groups), default=1))

@@ -33,10 +33,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
 KEPT_STATES = 2
 """Committed states that a donor keeps, so that a fetch survives the donor's next commit."""
 
-RANGE_TIMEOUT = 60.0
-"""Seconds for one range of 1 MiB: 140 kbit/s is the slowest donor that is of use."""
-
-
 SLOW = 5.0
 """Seconds after which a donor that has nothing else to do is asked for what another donor has not delivered yet."""
 
@@ -185,8 +181,8 @@ async def fetch_state(
         try:
             header, leaves = await _describe(endpoint, run, tip, donor, elements, buffers)
             break
-        except (ShoalError, trio.TooSlowError) as error:
-            problems.append(f"{donor.short}: {str(error) or 'too slow'}")
+        except ShoalError as error:
+            problems.append(f"{donor.short}: {error}")
     else:
         raise SyncFailed(f"no peer could describe revision {tip.revision}: {_summary(problems)}")
 
@@ -196,10 +192,9 @@ async def fetch_state(
     async def fetch_from(donor: PeerId) -> None:
         while (leaf := await ranges.take()) is not None:
             try:
-                with trio.fail_after(RANGE_TIMEOUT):
-                    await _fetch_range(endpoint, run, tip, donor, leaf, leaves[leaf], outer)
-            except (ShoalError, trio.TooSlowError) as error:
-                problems.append(f"{donor.short}: {str(error) or 'too slow'}")
+                await _fetch_range(endpoint, run, tip, donor, leaf, leaves[leaf], outer)
+            except ShoalError as error:
+                problems.append(f"{donor.short}: {error}")
                 ranges.give_back(leaf)
                 return
             if ranges.finish(leaf):
@@ -268,8 +263,7 @@ async def _describe(
             raise ProtocolError(f"peer {donor} has other buffers than our recipe")
         length = elements * 4 * (1 + len(said.buffers))
         raw = bytearray(32 * max(1, -(-length // merkle.LEAF)))
-        with trio.fail_after(RANGE_TIMEOUT):
-            await stream.receive_into(memoryview(raw))
+        await stream.receive_into(memoryview(raw))
     leaves = tuple(bytes(raw[start : start + 32]) for start in range(0, len(raw), 32))
     if merkle.root(leaves) != header.root:
         raise ProtocolError(f"peer {donor} sent Merkle leaves that do not have the state's root")

@@ -126,7 +126,10 @@ class Ticket:
             )
         ticket = _from_body(data[1:])
         if ticket.expires is not None and now > ticket.expires + CLOCK_TOLERANCE:
-            raise TicketExpired("the ticket has expired", hint="ask somebody in the run for a new one: `shoal ticket`")
+            raise TicketExpired(
+                f"the ticket has expired {(now - ticket.expires) / 3600:.1f} h ago, by this machine's clock",
+                hint="ask somebody in the run for a new one (`shoal ticket`), if the clock is right",
+            )
         return ticket
 
 

@@ -10,6 +10,8 @@ from protocol.identity import PeerId
 from protocol.transport import Address
 
 MAX_PEERS = 4096
+"""Peers that are remembered of each kind: met, heard of, at fault."""
+
 MAX_ADDRESSES = 8
 """Addresses that are kept of one peer: half of them such as were proven, half of them from hearsay."""
 
@@ -20,44 +22,33 @@ FORGIVEN_AFTER = 300.0
 BAN_SECONDS = 60.0
 
 
-@attrs.frozen
-class _Entry:
-    proven: tuple[Address, ...] = ()
-    heard: tuple[Address, ...] = ()
-
-
 class AddressBook:
     """Where peers can be reached. Forgets the peers that were not touched for longest.
 
-    What others say never displaces an address where the peer itself was met: else anybody could hide a peer by naming
-    wrong addresses for it.
+    What others say never displaces an address where the peer itself was met, nor a peer that was met: else anybody
+    could hide a peer by naming wrong addresses for it, or many others.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[PeerId, _Entry] = OrderedDict()
+        self._proven: OrderedDict[PeerId, tuple[Address, ...]] = OrderedDict()
+        self._heard: OrderedDict[PeerId, tuple[Address, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: tuple[Address, ...], *, proven: bool = False) -> None:
         """Puts addresses before those of the same kind that are known already; `proven` ones before all others."""
-        known = self._entries.pop(peer, _Entry())
-        if proven:
-            known = attrs.evolve(known, proven=_merged(addresses, known.proven))
-        else:
-            known = attrs.evolve(known, heard=_merged(addresses, known.heard))
-        self._entries[peer] = known
-        while len(self._entries) > MAX_PEERS:
-            self._entries.popitem(last=False)
+        known = self._proven if proven else self._heard
+        known[peer] = _merged(addresses, known.pop(peer, ()))
+        if len(known) > MAX_PEERS:
+            known.popitem(last=False)
 
     def forget(self, peer: PeerId, address: Address) -> None:
         """An address has turned out to be somebody else's."""
-        known = self._entries.get(peer)
-        if known is not None:
-            without = (tuple(other for other in kind if other != address) for kind in (known.proven, known.heard))
-            self._entries[peer] = _Entry(*without)
+        for known in (self._proven, self._heard):
+            if peer in known:
+                known[peer] = tuple(other for other in known[peer] if other != address)
 
     def addresses(self, peer: PeerId) -> tuple[Address, ...]:
         """The addresses of a peer, the one to try first in front."""
-        known = self._entries.get(peer, _Entry())
-        return tuple(dict.fromkeys((*known.proven, *known.heard)))
+        return tuple(dict.fromkeys((*self._proven.get(peer, ()), *self._heard.get(peer, ()))))
 
 
 def _merged(new: tuple[Address, ...], known: tuple[Address, ...]) -> tuple[Address, ...]:

@@ -15,6 +15,7 @@ import attrs
 import trio
 from attrs.validators import ge, gt, le, optional
 
+from protocol.budget import Account
 from protocol.channel import SecureChannel
 from protocol.errors import (
     IdentityInUse,
@@ -25,12 +26,15 @@ from protocol.errors import (
 from protocol.frames import MAX_RECORD
 from protocol.lane_policy import MAX_LANES
 from protocol.lanes import Dial, Lanes
-from protocol.mux import FIRST_WINDOW, Mux, MuxLimits
+from protocol.liveness import Progress, Pulse
+from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import (
+    INITIAL_WINDOW,
     Acknowledged,
     Event,
     Goodbye,
     LanesWanted,
+    MuxLimits,
     MuxStream,
     Opened,
     Placed,
@@ -50,10 +54,12 @@ LARGEST_WRITE = 32 * MAX_RECORD
 # One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
 # halve the cost per byte, which only matters on links that take them in no time.
 _WRITE_SECONDS = (0.01, 0.05)
-_WRITE_TIMEOUT = 30.0  # a peer that answers pings but takes no bytes for so long is of no use
+# A peer that answers pings but takes less than the smallest write in so long is of no use.
+_WRITE_TIMEOUT = 30.0
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _WORK_AT_ONCE = 256
+_TASK = 1 << 14  # bytes of objects that serving a request takes, about
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -63,14 +69,15 @@ class Limits:
 
     max_connections: int = attrs.field(default=256, validator=ge(1))
     """Connections with others at a time."""
-    max_pending_handshakes: int = attrs.field(default=64, validator=ge(1))
-    """Incoming connections that have not yet proved who they are; a further one replaces the oldest."""
+    max_pending_handshakes: int = attrs.field(default=256, validator=ge(1))
+    """Incoming connections that have not yet proved who they are; a further one replaces the oldest. They cost little,
+    and how many addresses it takes to have each replaced before it is done depends on this."""
     max_streams: int = attrs.field(default=128, validator=ge(1))
     """Streams that a peer may have open on a connection; we open half as many, so that none is refused in passing."""
     window: int = attrs.field(default=1 << 23, validator=ge(1 << 16))
     """Bytes of one bulk stream that may be on their way or unread, at most: what a gigabit takes 60 ms for."""
-    max_buffered: int = attrs.field(default=1 << 26, validator=ge(0))
-    """Bytes that the windows of a connection's bulk streams add up to."""
+    max_buffered: int = attrs.field(default=1 << 28, validator=ge(0))
+    """Bytes that all connections together keep: windows of streams, parts of messages, answers that are not taken."""
     max_upload: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """Bytes of bulk data per second that all connections send together."""
     max_download: float | None = attrs.field(default=None, validator=optional(gt(0)))
@@ -80,7 +87,7 @@ class Limits:
     heartbeat: float = attrs.field(default=1.0, validator=gt(0))
     """Seconds between pings."""
     dead_after: float = attrs.field(default=4.0, validator=gt(0))
-    """Seconds of silence after which a peer counts as gone."""
+    """Seconds of silence after which a peer counts as gone; more where round trips are long, see `liveness.Pulse`."""
     relay: bool = True
     """Whether bytes are passed on between two others that cannot reach each other. They are encrypted end to end."""
     max_circuits: int = attrs.field(default=64, validator=ge(0))
@@ -102,6 +109,7 @@ class Connection:
         limits: See `Limits`.
         serve: Called in a task of its own for each stream that the peer opens, which is closed when it returns.
         ended: Called when the connection can no longer be used, which is a little before `run` returns.
+        memory: Its part of what all connections may keep.
         path: How it was made.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
@@ -116,6 +124,7 @@ class Connection:
         limits: Limits,
         serve: Callable[[Connection, Stream], Awaitable[None]],
         ended: Callable[[Connection], None],
+        memory: Account,
         path: Path = "direct",
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
@@ -127,8 +136,6 @@ class Connection:
         self.path = path
         self.failure: ShoalError | None = None
         """Why the connection ended: `PeerGone` (or `IdentityInUse`), or `ProtocolError` if the peer broke the rules."""
-        self.rtt = channel.rtt
-        """Smoothed round-trip time in seconds."""
         self._limits = limits
         self._serve = serve
         self._ended = ended
@@ -138,7 +145,8 @@ class Connection:
         self._granting = trio.lowlevel.ParkingLot()
         self.mux = Mux(
             initiator=initiator,
-            limits=MuxLimits(limits.max_streams, _window(limits), limits.max_buffered),
+            limits=MuxLimits(limits.max_streams, _window(limits)),
+            memory=memory,
         )
         self.lanes = Lanes(self, dial, limit=limits.max_lanes, most_kept=2 * _window(limits))
         self._patience = TokenBucket(_WORK_PER_SECOND)
@@ -150,10 +158,10 @@ class Connection:
         self._over = trio.Event()
         self._writing = trio.CancelScope(shield=True)
         self._nursery: trio.Nursery | None = None
-        self._pings = 0
-        self._pinged_at: float | None = None  # when the ping that is not answered yet was sent
-        self._heard_at = trio.current_time()
-        self._write_began = math.inf  # when what is being written now was handed over
+        self._pulse = Pulse(
+            heartbeat=limits.heartbeat, dead_after=limits.dead_after, rtt=channel.rtt, now=trio.current_time()
+        )
+        self._write_progress = Progress(_SMALLEST_WRITE, _WRITE_TIMEOUT)
         self._retired_at = math.inf
 
     @property
@@ -164,7 +172,12 @@ class Connection:
     @property
     def fresh(self) -> bool:
         """The peer was heard a moment ago."""
-        return trio.current_time() - self._heard_at <= 2.5 * self._limits.heartbeat
+        return self._pulse.fresh(trio.current_time())
+
+    @property
+    def rtt(self) -> float:
+        """Smoothed round-trip time in seconds."""
+        return self._pulse.rtt
 
     @property
     def streams(self) -> int:
@@ -189,6 +202,7 @@ class Connection:
                     self._writing.deadline = trio.current_time() + _FAREWELL
                     nursery.cancel_scope.cancel()
         finally:
+            self.mux.memory.close()
             with trio.CancelScope(shield=True):
                 await self.channel.aclose()
 
@@ -291,7 +305,7 @@ class Connection:
         try:
             while self.failure is None:
                 await self.channel.fill()
-                self._heard_at = trio.current_time()
+                self._pulse.heard(trio.current_time())
                 while self.failure is None and (record := self.channel.take(self.mux.place)) is not None:
                     self.dispatch(self.mux.receive(record))
                     if self.mux.work - self._worked >= _WORK_AT_ONCE:
@@ -331,10 +345,7 @@ class Connection:
                 if (stream := self._streams.get(raw.id)) is not None:
                     stream.on_reset(event)
             case Pong(token):
-                if self._pinged_at is not None and token == self._token():
-                    sample = trio.current_time() - self._pinged_at
-                    self.rtt = 0.8 * self.rtt + 0.2 * sample
-                    self._pinged_at = None
+                self._pulse.answered(token, trio.current_time())
             case Acknowledged():
                 self.lanes.on_acknowledged(event)
             case LanesWanted(count):
@@ -349,7 +360,8 @@ class Connection:
     def _accept(self, raw: MuxStream) -> None:
         stream = Stream(self, raw)
         # Tasks outlive the streams that the peer resets, so they are counted for themselves.
-        if self._serving >= 2 * self._limits.max_streams or self._nursery is None:
+        full = self._serving >= 2 * self._limits.max_streams
+        if self._nursery is None or full or not self.mux.memory.take(_TASK):
             stream.reset("busy", "too many requests at a time")
             return
         self._streams[raw.id] = stream
@@ -362,6 +374,7 @@ class Connection:
                 await self._serve(self, stream)
         finally:
             self._serving -= 1
+            self.mux.memory.give(_TASK)
 
     async def _write(self) -> None:
         budget = LARGEST_WRITE // 8
@@ -377,9 +390,9 @@ class Connection:
                     for raw in batch.progressed:
                         self.progressed(raw)
                     if batch.records:
-                        self._write_began = started
+                        self._write_progress.begin(started, self.channel.taken)
                         await self.channel.send(*batch.records)
-                        self._write_began = math.inf
+                        self._write_progress.end()
                     budget = self._next_budget(budget, trio.current_time() - started)
                     self._end_if_done()
         except PeerGone as error:
@@ -411,30 +424,25 @@ class Connection:
         return False
 
     async def _beat(self) -> None:
-        """Pings, and notices when the peer has gone silent."""
-        limits = self._limits
-        heard = self.channel.bytes_received
-        self._heard_at = now = trio.current_time()
+        """Pings, and notices when the peer has gone silent, or takes nothing."""
+        pulse = self._pulse
+        now = trio.current_time()
+        pulse.heard(now)
         while True:
-            if self._pinged_at is None:
-                self._pings += 1
-                self._pinged_at = now
-                self.mux.ping(self._token())
-                self.kick()
-            expected = min(now + limits.heartbeat, max(now, self._heard_at + limits.dead_after))
-            await trio.sleep_until(expected)
+            self.mux.ping(pulse.ping(now))
+            self.kick()
+            await trio.sleep_until(pulse.next_beat(now))
             now = trio.current_time()
-            # If this very process was stopped for a while, that is not the peer's silence.
-            self._heard_at += max(0.0, now - expected - limits.heartbeat)
-            if self.channel.bytes_received != heard:  # a long record may arrive slowly
-                heard = self.channel.bytes_received
-                self._heard_at = max(self._heard_at, expected - limits.heartbeat)
-            if now >= self._heard_at + limits.dead_after:
-                self._end(PeerGone(f"{self.peer.short} has been silent for {limits.dead_after:g} s"))
+            stopped = pulse.beat(now)
+            self._write_progress.excuse(stopped)
+            if pulse.gone(now):
+                self._end(PeerGone(f"{self.peer.short} has been silent for {pulse.patience:.3g} s"))
                 return
-            if now >= self._write_began + _WRITE_TIMEOUT:
+            if self._write_progress.stuck(now, self.channel.taken):
                 self._end(PeerGone(f"{self.peer.short} took no data for {_WRITE_TIMEOUT:g} s"))
                 return
+            for stream in list(self._streams.values()):
+                stream.look(now, stopped)
             if not self.mux.bulk_waiting:
                 self.channel.release()
             if now - self._retired_at > _RETIRED_IDLE and self.mux.idle and not self._streams:
@@ -447,13 +455,13 @@ class Connection:
                 await self._granting.park()
             await trio.sleep(download.delay(trio.current_time()))
             raw = next(iter(self._withheld))
-            count = self._withheld.pop(raw)
+            owed = self._withheld.pop(raw)
+            count = min(owed, INITIAL_WINDOW)  # in turns: a sender should not wait for minutes
+            if owed > count:
+                self._withheld[raw] = owed - count
             download.spend(count, trio.current_time())
             self.mux.grant(raw, count)
             self.kick()
-
-    def _token(self) -> bytes:
-        return self._pings.to_bytes(8, "big")
 
     def _end_if_done(self) -> None:
         if self.mux.retired and self.mux.peer_retired and self.mux.idle and not self._streams:

@@ -13,7 +13,7 @@ import trio
 from protocol.channel import SecureChannel
 from protocol.errors import HandshakeError, PeerUnreachable, ShoalError
 from protocol.identity import PeerId
-from protocol.transport import Address
+from protocol.transport import Address, Path
 
 Route: TypeAlias = Address | PeerId
 """An address to dial, or a peer to go through."""
@@ -94,6 +94,13 @@ async def first_to_answer(
     if winner:
         return winner[0]
     raise _summary(failures)
+
+
+def path_of(route: Route | None, mapped: Address | None) -> Path:
+    """How a connection goes, by the route that was dialled and the address that the dialled side's router maps."""
+    if isinstance(route, PeerId):
+        return "relayed"
+    return "mapped" if route is not None and route == mapped else "direct"
 
 
 def _summary(failures: Mapping[Route, ShoalError]) -> ShoalError:

@@ -20,6 +20,9 @@ GREETINGS_PER_SECOND = 10.0
 GREETINGS_AT_ONCE = 100
 """Handshakes that one address may begin after a pause: a whole swarm may sit behind one address."""
 
+PROTOCOL_ERROR = 10
+"""Handshakes that a protocol error costs an address: who is banned under one identity can come back under another."""
+
 
 def origin(host: str) -> str:
     """What a host is counted under."""
@@ -76,6 +79,10 @@ class Door:
             oldest.give_up()
         self._greetings[greeting] = None
         return greeting
+
+    def misbehaved(self, host: str, now: float) -> None:
+        """Somebody from there broke the protocol: the address may begin fewer handshakes for a while."""
+        self._quota.charge(origin(host), PROTOCOL_ERROR, now)
 
     def leave(self, greeting: Greeting) -> None:
         """The handshake is over, one way or the other."""

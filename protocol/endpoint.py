@@ -9,17 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from typing import TypeVar
 
 import trio
 
 from protocol import wire
 from protocol.book import AddressBook, Strikes
-from protocol.channel import HANDSHAKE_TIMEOUT, SecureChannel, handshake
+from protocol.budget import Budget
+from protocol.channel import HANDSHAKE_TIMEOUT, SecureChannel
 from protocol.connection import Connection, Limits
-from protocol.dialer import Dial, Route, first_to_answer
-from protocol.door import Door, Greeting
+from protocol.dialer import Dial, Route, first_to_answer, path_of
+from protocol.door import Door, Greeting, origin
 from protocol.errors import (
     AddressError,
     HandshakeError,
@@ -35,6 +35,7 @@ from protocol.errors import (
 from protocol.handlers import Handlers
 from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
+from protocol.introduction import Introductions, theirs_of
 from protocol.keyring import Keyring
 from protocol.lanes import greet
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
@@ -83,7 +84,7 @@ class Endpoint:
         self.address: Address | None = None
         """Where we listen, while we do."""
         self._transport = transport
-        self._shake_hands = partial(handshake, identity=identity, psk=psk)
+        self._introductions = Introductions(identity, psk, self._describe)
         self._limits = limits or Limits()
         self._instance = rng.randbytes(8)
         self._dialled = 0
@@ -102,6 +103,7 @@ class Endpoint:
         self._rivals = Rivals(identity, self._instance, self._links, self._limits.heartbeat)
         self._dials: dict[PeerId | Address, Dial] = {}
         self._door = Door(self._limits)
+        self._memory = Budget(self._limits.max_buffered, connections=self._limits.max_connections)
         self._book = AddressBook()
         self._strikes = Strikes()
         self._nursery: trio.Nursery | None = None
@@ -338,7 +340,7 @@ class Endpoint:
         number = self._dialled
 
         async def attempt(route: Route) -> SecureChannel:
-            channel = await self._shake_hands_with(route, expected, self._hello(number))
+            channel = await self._shake_hands_with(route, expected, number)
             dial.answered = True
             return channel
 
@@ -346,8 +348,8 @@ class Endpoint:
         if channel.peer_id == self.peer_id:
             await channel.aclose()
             raise PeerUnreachable(f"{route} is this very peer")
-        theirs = await self._theirs(channel)
-        path: Path = "direct" if isinstance(route, Address) else "relayed"
+        theirs = theirs_of(channel)
+        path = path_of(route, theirs.address if theirs.mapped else None)
         refusal = await self._register(channel, theirs, initiator=True, dial=number, path=path)
         if refusal is not None:
             raise PeerUnreachable(f"no connection to {channel.peer_id.short}: {refusal}")
@@ -355,7 +357,7 @@ class Endpoint:
             self._book.learn(channel.peer_id, (route,), proven=True)
         return channel.peer_id
 
-    async def _shake_hands_with(self, route: Route, expected: PeerId | None, features: bytes) -> SecureChannel:
+    async def _shake_hands_with(self, route: Route, expected: PeerId | None, dial: int) -> SecureChannel:
         """Dials an address, or through a relay."""
         stream: ByteStream
         if isinstance(route, Address):
@@ -363,8 +365,9 @@ class Endpoint:
         else:
             assert expected is not None
             stream = await self._relay.dial(route, expected)
+        seen = route if isinstance(route, Address) else None
         try:
-            return await self._shake_hands(stream, initiator=True, expected=expected, features=features)
+            return await self._introductions.exchange(stream, initiator=True, expected=expected, dial=dial, seen=seen)
         except WrongPeer:
             if expected is not None and isinstance(route, Address):
                 self._book.forget(expected, route)
@@ -403,15 +406,15 @@ class Endpoint:
             with scope:
                 if (opening := await greet(stream, self._links.lanes)) is None:
                     return
-                features = self._hello(0, seen=None if relayed else stream.remote)
-                channel = await self._shake_hands(
-                    stream, initiator=False, expected=relayed, features=features, opening=opening
+                seen = None if relayed else stream.remote
+                channel = await self._introductions.exchange(
+                    stream, initiator=False, expected=relayed, seen=seen, opening=opening
                 )
-                theirs = await self._theirs(channel)
+                theirs = theirs_of(channel)
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)
                     return
-                path: Path = "direct" if relayed is None else "relayed"
+                path = path_of(theirs.seen if relayed is None else relayed, self.mapped)
                 await self._register(channel, theirs, initiator=False, dial=theirs.dial, path=path)
         except HandshakeError:
             pass  # whoever it was knows why; anybody can make us fail here, so there is nothing to report
@@ -426,17 +429,15 @@ class Endpoint:
         Returns the channel, for the caller to close, and where the other side sees it come from, if it says so.
         """
         stream = await self._transport.dial(address, local_port=port)
-        features = self._hello(0, probe=True)
-        channel = await self._shake_hands(stream, initiator=True, features=features)
-        return channel, (await self._theirs(channel)).seen
+        channel = await self._introductions.exchange(stream, initiator=True, probe=True)
+        return channel, theirs_of(channel).seen
 
     async def _meet(self, stream: ByteStream, peer: PeerId, *, initiator: bool) -> None:
         """See `punch.Meet`."""
         self._dialled += initiator
         number = self._dialled if initiator else 0
-        features = self._hello(number)
-        channel = await self._shake_hands(stream, initiator=initiator, expected=peer, features=features)
-        theirs = await self._theirs(channel)
+        channel = await self._introductions.exchange(stream, initiator=initiator, expected=peer, dial=number)
+        theirs = theirs_of(channel)
         dial = number if initiator else theirs.dial
         await self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
 
@@ -488,8 +489,7 @@ class Endpoint:
         if host is None:
             raise PeerUnreachable(f"it is not known where {peer.short} is")
         stream = await self._transport.dial(Address(host, port))
-        features = self._hello(0, probe=True)
-        channel = await self._shake_hands(stream, initiator=True, expected=peer, features=features)
+        channel = await self._introductions.exchange(stream, initiator=True, expected=peer, probe=True)
         try:
             await channel.send(word)
         finally:
@@ -508,18 +508,13 @@ class Endpoint:
             return self._announce
         return self.mapped or (Address(host, self.address.port) if host is not None else None)
 
-    def _hello(self, dial: int, *, seen: Address | None = None, probe: bool = False) -> bytes:
+    def _describe(self, dial: int, seen: Address | None, probe: bool) -> Hello:
+        """What we say in a handshake; see `Introductions`."""
         port = self._port()
         local = None if port is None or self._local_host is None else Address(self._local_host, port)
-        hello = Hello(self._instance, dial, port or 0, self.advertised(), local, seen, self._relay.open, probe)
-        return wire.encode(hello)
-
-    async def _theirs(self, channel: SecureChannel) -> Hello:
-        try:
-            return wire.decode(channel.features, [Hello])
-        except ProtocolError as error:
-            await channel.aclose()
-            raise HandshakeError(f"{channel.remote} introduced itself wrongly: {error}") from None
+        address = self.advertised()
+        mapped = address is not None and address == self.mapped
+        return Hello(self._instance, dial, port or 0, address, local, seen, self._relay.open, probe, mapped)
 
     # One connection for each peer.
 
@@ -535,6 +530,7 @@ class Endpoint:
             limits=self._limits,
             serve=self._handlers.serve,
             ended=self._ended,
+            memory=self._memory.account(origin(channel.remote.host)),
             path=path,
             upload=None if relayed else self._upload,
             download=None if relayed else self._download,
@@ -589,6 +585,7 @@ class Endpoint:
         # What comes over a relay may be the relay's fault.
         if isinstance(connection.failure, ProtocolError) and connection.path != "relayed":
             self._strikes.strike(connection.peer, trio.current_time())
+            self._door.misbehaved(connection.channel.remote.host, trio.current_time())
         self._rivals.ended(connection)
         self._links.ended(connection)
 

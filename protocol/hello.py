@@ -25,11 +25,14 @@ class Hello:
     local: Address | None = None
     """Where it listens on its own network, for those behind the same router."""
     seen: Address | None = None
-    """Where it sees the other side; nil if it dialled the other side, or there is a relay in between."""
+    """Where it sees the other side: where that connects from or, if this side dialled, the address that it dialled.
+    Nil if there is a relay in between."""
     relays: bool = False
     """Whether it passes on bytes for others."""
     probe: bool = False
     """Whether the connection only serves to find out something about the network, and is over after the handshake."""
+    mapped: bool = False
+    """Whether `address` is a port that its router maps to it."""
 
     def places(self, host: str | None, ours: str | None) -> tuple[Address, ...]:
         """Where it says that it listens.

@@ -110,7 +110,7 @@ def read_into(stream: MuxStream, buffer: memoryview) -> int:
 
 
 def discard(stream: MuxStream) -> None:
-    """Drops what has arrived, and what will."""
+    """Drops what has arrived in order, and what will."""
     stream._discard = True
     stream._chunks.clear()
     stream.available = 0

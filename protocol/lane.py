@@ -30,7 +30,10 @@ STALL = 5.0
 """Seconds after which a lane is lost on which nothing that it carries has arrived."""
 
 _CALL = struct.Struct(f">{TOKEN_SIZE}sI{NONCE_SIZE}s")
-_SMALLEST, _LARGEST = MAX_RECORD, 16 * MAX_RECORD
+_SMALLEST = MAX_RECORD
+LARGEST_PIECE = 16 * MAX_RECORD
+"""Bytes of a piece at most."""
+
 _WRITE_SECONDS = (0.01, 0.05)  # one piece should take about this long
 _WORK_AT_ONCE = 256
 
@@ -271,7 +274,9 @@ class Lane:
     async def _write(self) -> None:
         try:
             while True:
-                piece = self.outbox.add(await self._next())
+                taken = await self._next()
+                self._mux.memory.overdraw(0 if taken.copied else len(taken.data))  # `has_room` has seen to it
+                piece = self.outbox.add(taken)
                 self._mux.carried += 1
                 self._group.on_bulk(len(piece.data))
                 began = trio.current_time()
@@ -311,6 +316,6 @@ class Lane:
         """After a piece that took so long to be handed over."""
         quick, slow = _WRITE_SECONDS
         if seconds < quick:
-            self._size = min(2 * self._size, _LARGEST)
+            self._size = min(2 * self._size, LARGEST_PIECE)
         elif seconds > slow:
             self._size = max(self._size // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST)

@@ -15,7 +15,7 @@ import trio
 
 from protocol.channel import LANE_OPENING, SecureChannel, receive_exactly
 from protocol.errors import HandshakeError, PeerGone, PeerUnreachable
-from protocol.lane import Lane, LaneOwner, answer_call, call, read_call, token_of
+from protocol.lane import LARGEST_PIECE, Lane, LaneOwner, answer_call, call, read_call, token_of
 from protocol.lane_policy import MAX_LANES, LanePolicy, Traffic
 from protocol.mux_stream import Acknowledged
 from protocol.pacing import SMALLEST_BURST, Pacer
@@ -41,7 +41,11 @@ class Main(LaneOwner, Protocol):
 
     channel: SecureChannel
     initiator: bool
-    rtt: float
+
+    @property
+    def rtt(self) -> float:
+        """Smoothed round-trip time in seconds."""
+        ...
 
     @property
     def usable(self) -> bool:
@@ -76,7 +80,7 @@ class Lanes:
         self._pause = _FIRST_PAUSE
         self._retry_at = 0.0
         self._moved = 0
-        self._shortest = main.rtt
+        self._shortest = main.channel.rtt
         self.pacer = Pacer()
         """Decides the rate of the connection and its lanes together: they share the way."""
         self._meters: dict[SecureChannel, LineState] = {}
@@ -136,9 +140,10 @@ class Lanes:
         """
         lane = self._lanes.get(event.lane)
         if lane is not None:  # else it was lost meanwhile
-            before = len(lane.outbox)
+            pieces, size = len(lane.outbox), lane.outbox.size
             lane.acknowledge(event.pieces)
-            self._main.mux.carried -= before - len(lane.outbox)
+            self._main.mux.carried -= pieces - len(lane.outbox)
+            self._main.mux.memory.give(size - lane.outbox.size)
             self.kick()
 
     def pace(self) -> None:
@@ -303,7 +308,8 @@ class Lanes:
 
     def has_room(self) -> bool:
         """The lanes together may carry more before something has arrived."""
-        return sum(lane.outbox.size for lane in self._lanes.values()) < self._most_kept
+        kept = sum(lane.outbox.size for lane in self._lanes.values())
+        return not kept or (kept < self._most_kept and self._main.mux.memory.room > LARGEST_PIECE)
 
 
 async def greet(stream: ByteStream, find: Callable[[bytes], Lanes | None]) -> bytes | None:

@@ -182,7 +182,8 @@ class Links:
 
     def host_seen(self) -> str | None:
         """The host that most of those who were dialled see us at."""
-        seen = Counter(link.theirs.seen.host for link in self._links.values() if link.theirs.seen is not None)
+        dialled = (link for link in self._links.values() if link.connection.initiator)
+        seen = Counter(link.theirs.seen.host for link in dialled if link.theirs.seen is not None)
         return max(seen, key=seen.__getitem__) if seen else None
 
     @contextmanager

@@ -25,6 +25,8 @@ CAPACITY = 2**20
 """Bytes of one direction of a connection that are under way or unread, at most."""
 
 _SEGMENT = 2**16
+_SMALLEST_SEGMENT = 1400
+_SEGMENT_SECONDS = 0.1  # on slow links segments are shorter: bytes of theirs arrive all the time, too
 _BACKLOG = 128
 _EPHEMERAL_PORTS = range(49_152, 65_536)
 _WILDCARDS = ("0.0.0.0", "::")
@@ -44,6 +46,7 @@ class MemoryNetwork:
         self._hosts: dict[str, _Host] = {}
         self._links: dict[tuple[str, str], _Link] = {}
         self._partitions: list[tuple[frozenset[str], frozenset[str]]] = []
+        self._left: set[str] = set()  # names whose hosts have moved
 
     def transport(self, host: str) -> MemoryTransport:
         """The transport of a host. Its addresses are `Address(host, port)`.
@@ -74,6 +77,21 @@ class MemoryNetwork:
         resumed = self._hosts[_canonical(host)]
         resumed.stalled = False
         resumed.wake()
+
+    def move(self, host: str, to: str) -> None:
+        """Give a host another address, as when a laptop is carried home. Its listeners go with it.
+
+        Nobody is told: what belongs to the old address goes silent, on both sides, unless the host moves back.
+        """
+        for pipe in self._pipes():
+            pipe.settle()
+        old, new = _canonical(host), _canonical(to)
+        moved = self._hosts.pop(old)
+        moved.name = new
+        self._hosts[new] = moved
+        self._left.add(old)
+        self._left.discard(new)
+        moved.wake()
 
     def partition(self, group_a: Collection[str], group_b: Collection[str]) -> None:
         """Cut all links between two groups of hosts. Nobody is told: bytes and dials vanish. Partitions add up."""
@@ -111,6 +129,8 @@ class MemoryNetwork:
         return self._links[source, target]
 
     def is_cut(self, source: str, target: str) -> bool:
+        if source in self._left or target in self._left:
+            return True
         return any((source in a and target in b) or (source in b and target in a) for a, b in self._partitions)
 
     def connect(self, source: _Host, address: Address) -> MemoryStream:
@@ -182,29 +202,29 @@ class MemoryListener:
 
     def __init__(self, host: _Host, address: Address) -> None:
         self._host = host
-        self._address = address
+        self._port = address.port
         self.backlog: deque[MemoryStream] = deque()
         host.listeners[address.port] = self
 
     @property
     def address(self) -> Address:
-        return self._address
+        return Address(self._host.name, self._port)
 
     async def accept(self) -> MemoryStream:
         await trio.lowlevel.checkpoint()
-        while self._host.listeners.get(self._address.port) is self:
+        while self._host.listeners.get(self._port) is self:
             if self.backlog and not self._host.stalled:
                 return self.backlog.popleft()
             await self._host.changed.park()
-        raise AddressError(f"no longer listening on {self._address}")
+        raise AddressError(f"no longer listening on {self.address}")
 
     async def aclose(self) -> None:
         self.close()
         await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        if self._host.listeners.get(self._address.port) is self:
-            del self._host.listeners[self._address.port]
+        if self._host.listeners.get(self._port) is self:
+            del self._host.listeners[self._port]
             while self.backlog:
                 self.backlog.popleft().crash()
             self._host.changed.unpark_all()
@@ -235,7 +255,7 @@ class MemoryStream:
                 raise PeerGone(f"{self._remote} closed the connection")
             if not rest:
                 return
-            size = 0 if self._host.stalled else min(len(rest), _SEGMENT, self._outgoing.room)
+            size = 0 if self._host.stalled else min(len(rest), self._outgoing.segment, self._outgoing.room)
             if size:
                 self._outgoing.push(bytes(rest[:size]))
                 rest = rest[size:]
@@ -352,6 +372,12 @@ class _Pipe:
     @property
     def room(self) -> int:
         return CAPACITY - self._held
+
+    @property
+    def segment(self) -> int:
+        """Bytes that travel together, at most."""
+        bandwidth = self._network.link(self._source, self._target).bandwidth
+        return int(min(_SEGMENT, max(_SMALLEST_SEGMENT, _SEGMENT_SECONDS * bandwidth)))
 
     @property
     def next_arrival(self) -> float:

@@ -7,8 +7,9 @@ Rules that everything here rests on:
    together with a header.
 2. Data needs credit. Each direction of a stream starts with `INITIAL_WINDOW` bytes; the receiver grants more when its
    reader has taken bytes out, in steps of half a window. Bulk streams get a larger window, once somebody reads raw
-   bytes from them, out of a budget that bounds all of the connection's buffers together; it grows for as long as the
-   reader has to wait for data. Nothing else needs credit, and everything else is bounded in number.
+   bytes from them; it grows for as long as the reader has to wait for data. Windows are taken out of the connection's
+   account, a part of one budget for all connections, and so are messages of ours that the other side does not take.
+   Nothing else needs credit, and everything else is bounded in number.
 3. What is sent next: urgent frames in order (opening, credit, resets, pings), then control streams, then bulk streams,
    each kind in turns. Data of one stream stays in order and its end follows it.
 4. Frames for a stream that is gone are ignored: they crossed our own reset. Frames for one that never was are an error.
@@ -21,8 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 
-import attrs
-
+from protocol.budget import Account
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import (
     ACK,
@@ -47,10 +47,12 @@ from protocol.inflow import discard, next_offset, note_end, place, read_into, ta
 from protocol.mux_stream import (
     INITIAL_WINDOW,
     Acknowledged,
+    Batch,
     Event,
     Goodbye,
     Intake,
     LanesWanted,
+    MuxLimits,
     MuxStream,
     Opened,
     Pong,
@@ -65,33 +67,9 @@ FIRST_WINDOW = 1 << 20
 
 _INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
 _TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
-_MAX_URGENT = 1 << 20  # bytes of replies for a peer that asks but does not read
+_MAX_URGENT = 1 << 17  # bytes of replies for a peer that asks but does not read
 _LAST_ID = 2**32 - 2
 _LAST_OFFSET = 2**63
-
-
-@attrs.frozen
-class MuxLimits:
-    """Bounds on what the other side can make us keep."""
-
-    max_streams: int = 128
-    """Streams that the other side may have open."""
-    window: int = 1 << 23
-    """Bytes of a bulk stream that may be on their way or unread, at most."""
-    max_buffered: int = 1 << 26
-    """Bytes that the windows of all bulk streams add up to at most, beyond their initial ones."""
-
-
-@attrs.frozen
-class Batch:
-    """What to send now."""
-
-    records: list[Buffer]
-    """To be sealed before anything else runs: some are views of the writers' own buffers."""
-    bulk: int
-    """Bytes of bulk data in them."""
-    progressed: list[MuxStream]
-    """The streams that data was taken from."""
 
 
 class Mux:
@@ -100,14 +78,15 @@ class Mux:
     Args:
         initiator: This side dialled.
         limits: Bounds on the other side.
+        memory: What buffers are taken from.
     """
 
-    def __init__(self, *, initiator: bool, limits: MuxLimits) -> None:
+    def __init__(self, *, initiator: bool, limits: MuxLimits, memory: Account) -> None:
         self._limits = limits
+        self.memory = memory
         self._streams: dict[int, MuxStream] = {}
         self._next_id = 1 if initiator else 2
         self._last_peer_id = 0 if initiator else -1  # theirs are the other parity
-        self._extra_left = limits.max_buffered
         self._urgent: deque[bytes] = deque()
         self._urgent_bytes = 0
         self._credits: dict[int, MuxStream] = {}
@@ -166,6 +145,7 @@ class Mux:
         if self._next_id > _LAST_ID or self.retired:
             raise Overloaded("no more streams can be opened on this connection")
         stream = self._streams[self._next_id] = MuxStream(self._next_id, bulk=bulk)
+        self.memory.overdraw(INITIAL_WINDOW)
         self._next_id += 2
         self._send_urgent(Kind.OPEN, BULK if bulk else 0, stream.id)
         return stream
@@ -180,11 +160,24 @@ class Mux:
             stream.pending += len(view)
             self._schedule(stream)
 
+    def keep(self, stream: MuxStream, size: int) -> bool:
+        """Makes sure that there is memory for a message that is written next, which nobody but us keeps.
+
+        Returns False if there is none: the other side opened the stream, and does not take what it asked for.
+        """
+        if self.is_ours(stream):
+            self.memory.overdraw(size)
+        elif not self.memory.take(size):
+            return False
+        stream._kept += size
+        return True
+
     def withdraw(self, stream: MuxStream) -> None:
         """Forgets what was written and not taken. The stream's data then has a hole: all that can follow is a reset."""
         stream.lost = stream.lost or stream.pending > 0
         stream._out.clear()
         stream.pending = 0
+        self._release_kept(stream, stream._kept)
 
     def finish(self, stream: MuxStream) -> None:
         """No more data from this side, once what is queued has been sent."""
@@ -199,11 +192,11 @@ class Mux:
             self._remove(stream)
             self._reset_id(stream.id, code, text)
         self.withdraw(stream)
-        discard(stream)
+        self._discard(stream)
 
     def stop(self, stream: MuxStream) -> None:
         """Gives up reading: what arrived is dropped, and the other side is told to send no more."""
-        discard(stream)
+        self._discard(stream)
         if not stream._peer_fin and stream.id in self._streams:
             self._send_urgent(Kind.STOP, 0, stream.id)
 
@@ -238,7 +231,9 @@ class Mux:
 
     def read_into(self, stream: MuxStream, buffer: memoryview) -> int:
         """Moves what has arrived to `buffer`; returns the number of bytes. The caller owes a `grant` for them."""
-        return read_into(stream, buffer)
+        filled = read_into(stream, buffer)
+        self._release_read(stream, filled)
+        return filled
 
     def demote(self, stream: MuxStream) -> None:
         """Makes a stream a bulk stream: raw bytes come, and whoever opened it must not have them go first."""
@@ -291,10 +286,16 @@ class Mux:
         while not self.lanes and taken < room and (piece := self.take_piece(min(room - taken, _TURN))) is not None:
             records.add(piece.announcement)
             records.add_body(memoryview(piece.data))
+            self.memory.give(len(piece.data) if piece.copied else 0)
             progressed[piece.stream.id] = piece.stream
             taken += len(piece.data)
         records.flush()
         return Batch(records.records, taken, list(progressed.values()))
+
+    def settle(self, stream: MuxStream) -> None:
+        """Lets the other side send as many bytes as were read, however few these are."""
+        if stream._owed and not stream._peer_fin and stream.id in self._streams:
+            self._credits[stream.id] = stream
 
     def take_piece(self, size: int) -> Piece | None:
         """The next piece for a lane: one that another has lost, else one of `size` bytes or less.
@@ -305,6 +306,7 @@ class Mux:
             piece = self._again.popleft()
             if not piece.stream.abandoned:
                 return piece
+            self.memory.give(len(piece.data))
         while self._pieced:
             stream = self._pieced.popleft()
             stream._scheduled = False
@@ -342,6 +344,7 @@ class Mux:
         if not record:
             raise ProtocolError("empty record")
         if self._intake.left:
+            self.work += len(record) < _INLINE
             self._receive_body(self._intake, record, events)
             return events
         view = memoryview(record)
@@ -361,6 +364,7 @@ class Mux:
         if not record:
             raise ProtocolError("empty record")
         if intake.left:
+            self.work += len(record) < _INLINE
             self._receive_body(intake, record, events)
             return events
         view = memoryview(record)
@@ -407,7 +411,8 @@ class Mux:
             return
         match kind:
             case Kind.DATA:
-                self._receive_data(stream, next_offset(stream), payload, bool(flags & FIN), events)
+                data = Intake(stream, next_offset(stream), len(payload), bool(flags & FIN))
+                self._receive_body(data, payload, events)
             case Kind.CREDIT:
                 stream._credit += U32.unpack(payload)[0]
                 if stream._credit > 2**40:
@@ -419,7 +424,7 @@ class Mux:
                 stream.abandoned = True
                 self._remove(stream)
                 self.withdraw(stream)
-                discard(stream)
+                self._discard(stream)
                 events.append(Reset(stream, code, text))
             case Kind.STOP:
                 stream.stopped = True
@@ -437,7 +442,11 @@ class Mux:
         if self._count(stream_id) >= self._limits.max_streams:
             self._reset_id(stream_id, "busy", f"more than {self._limits.max_streams} streams")
             return
-        stream = self._streams[stream_id] = MuxStream(stream_id, bulk=bool(flags & BULK))
+        stream = MuxStream(stream_id, bulk=bool(flags & BULK))
+        if not self.memory.take(INITIAL_WINDOW):
+            self._reset_id(stream_id, "busy", "there is no memory for so many streams")
+            return
+        self._streams[stream_id] = stream
         events.append(Opened(stream))
 
     def _announce_piece(
@@ -448,39 +457,21 @@ class Mux:
         if intake.offset + intake.left > _LAST_OFFSET or not (intake.left or fin):
             raise ProtocolError("malformed piece")
         if not intake.left:
-            intake.pieces += 1
-            if stream is not None:
-                self._receive_data(stream, intake.offset, b"", fin, events, piece=True)
+            self._receive_body(intake, b"", events)
 
     def _receive_body(self, intake: Intake, record: bytes | memoryview, events: list[Event]) -> None:
         placed, intake.place = record is intake.place, None
         if len(record) > intake.left:
             raise ProtocolError("more data than was announced")
-        self.work += len(record) < _INLINE
-        offset = intake.offset
+        stream, offset = intake.stream, intake.offset
         intake.offset += len(record)
         intake.left -= len(record)
         last = not intake.left
         intake.pieces += last
-        stream = intake.stream
         if stream is not None and stream.id in self._streams:  # else it was reset since
-            piece = intake.piece
-            self._receive_data(stream, offset, record, intake.fin and last, events, placed=placed, piece=piece)
-
-    def _receive_data(
-        self,
-        stream: MuxStream,
-        offset: int,
-        data: Buffer,
-        fin: bool,
-        events: list[Event],
-        *,
-        placed: bool = False,
-        piece: bool = False,
-    ) -> None:
-        note_end(stream, offset + len(data), fin)
-        if take_in(stream, offset, data, events, placed=placed, piece=piece, window=self._limits.window):
-            self._remove_if_done(stream)
+            note_end(stream, intake.offset, intake.fin and last)
+            if take_in(stream, offset, record, events, placed=placed, piece=intake.piece, window=self._limits.window):
+                self._remove_if_done(stream)
 
     def _known(self, stream_id: int) -> MuxStream | None:
         stream = self._streams.get(stream_id)
@@ -491,20 +482,40 @@ class Mux:
 
     # Bookkeeping.
 
+    def is_ours(self, stream: MuxStream) -> bool:
+        """This side opened the stream."""
+        return stream.id % 2 == self._next_id % 2
+
     def _count(self, stream_id: int) -> int:
         """The streams that are open and were opened by the side that opened this one."""
         return sum(1 for other in self._streams if other % 2 == stream_id % 2)
 
     def _widen_by(self, stream: MuxStream, count: int) -> None:
-        more = max(0, min(count, self._limits.window - stream.window, self._extra_left))
-        self._extra_left -= more
+        more = self.memory.borrow(max(0, min(count, self._limits.window - stream.window)))
         stream._extra += more
         stream._owed += more
 
     def _remove(self, stream: MuxStream) -> None:
         del self._streams[stream.id]
         self._credits.pop(stream.id, None)
-        self._extra_left += stream._extra
+        self.memory.repay(stream._extra)
+        self.memory.give(INITIAL_WINDOW)
+        self.memory.overdraw(stream.available)  # until it has been read
+
+    def _discard(self, stream: MuxStream) -> None:
+        self._release_read(stream, stream.available)
+        discard(stream)
+        if stream.abandoned:
+            stream._ahead = None
+
+    def _release_read(self, stream: MuxStream, count: int) -> None:
+        if self._streams.get(stream.id) is not stream:  # else the window goes on
+            self.memory.give(count)
+
+    def _release_kept(self, stream: MuxStream, count: int) -> None:
+        count = min(count, stream._kept)
+        stream._kept -= count
+        self.memory.give(count)
 
     def _remove_if_done(self, stream: MuxStream) -> None:
         if stream._fin_sent and stream._peer_fin and stream.id in self._streams:
@@ -574,20 +585,7 @@ class Mux:
 
     def _cut(self, stream: MuxStream, room: int) -> tuple[memoryview, bool]:
         """The next bytes of a stream, and whether they are the last ones."""
-        data = memoryview(b"")
-        if stream._out:
-            head = stream._out[0]
-            count = min(len(head), stream._credit, room)
-            data = head[:count]
-            if count == len(head):
-                stream._out.popleft()
-            else:
-                stream._out[0] = head[count:]
-        stream.pending -= len(data)
-        stream._credit -= len(data)
-        stream._taken += len(data)
-        last = stream._fin and not stream._out
-        if last:
-            stream._fin_sent = True
-            self._remove_if_done(stream)
-        return data, last
+        data = stream.cut(room)
+        self._release_kept(stream, len(data))
+        self._remove_if_done(stream)
+        return data, stream._fin_sent

@@ -14,6 +14,16 @@ INITIAL_WINDOW = 1 << 16
 """Bytes that each side may send on a stream before the first grant."""
 
 
+@attrs.frozen
+class MuxLimits:
+    """Bounds on what the other side can make us keep."""
+
+    max_streams: int = 128
+    """Streams that the other side may have open."""
+    window: int = 1 << 23
+    """Bytes of a bulk stream that may be on their way or unread, at most."""
+
+
 class MuxStream:
     """One stream's state. Its methods are the mux's; others read the properties."""
 
@@ -30,6 +40,7 @@ class MuxStream:
         "_fin",
         "_fin_sent",
         "_highest",
+        "_kept",
         "_out",
         "_owed",
         "_peer_fin",
@@ -64,6 +75,7 @@ class MuxStream:
         self._taken = 0  # bytes that records have taken
         self._fin = False
         self._fin_sent = False
+        self._kept = 0  # bytes of messages among those written, for which memory was taken
         self._scheduled = False
         self._chunks: deque[Buffer] = deque()
         self._allowance = INITIAL_WINDOW  # what they may still send, beyond the highest byte that has arrived
@@ -94,15 +106,48 @@ class MuxStream:
         return bool(self._out) and self._credit <= 0
 
     @property
+    def allowance(self) -> int:
+        """Bytes that the other side may send now."""
+        return self._allowance
+
+    @property
     def window(self) -> int:
         """Bytes that the other side may send before somebody reads."""
         return INITIAL_WINDOW + self._extra
+
+    def cut(self, room: int) -> memoryview:
+        """The next bytes to send, at most `room`. `_fin_sent` tells whether they are the last ones."""
+        data = memoryview(b"")
+        if self._out:
+            head = self._out[0]
+            data = head[: min(len(head), self._credit, room)]
+            if len(data) == len(head):
+                self._out.popleft()
+            else:
+                self._out[0] = head[len(data) :]
+        self.pending -= len(data)
+        self._credit -= len(data)
+        self._taken += len(data)
+        self._fin_sent = self._fin and not self._out
+        return data
 
     @property
     def _sendable(self) -> bool:
         if self._out:
             return self._credit > 0
         return self._fin and not self._fin_sent
+
+
+@attrs.frozen
+class Batch:
+    """What to send now."""
+
+    records: list[Buffer]
+    """To be sealed before anything else runs: some are views of the writers' own buffers."""
+    bulk: int
+    """Bytes of bulk data in them."""
+    progressed: list[MuxStream]
+    """The streams that data was taken from."""
 
 
 @attrs.define

@@ -35,6 +35,8 @@ class Piece:
     data: Buffer
     fin: bool
     """These are the stream's last ones."""
+    copied: bool = False
+    """The data is a copy, for which memory was taken."""
 
     @property
     def announcement(self) -> bytes:
@@ -122,7 +124,7 @@ class Outbox:
 
     def add(self, piece: Piece) -> Piece:
         """Keeps a copy of a piece that the lane will carry now, and returns it."""
-        kept = attrs.evolve(piece, data=bytes(piece.data))
+        kept = piece if piece.copied else attrs.evolve(piece, data=bytes(piece.data), copied=True)
         self._pieces.append(kept)
         self.size += len(kept.data)
         return kept

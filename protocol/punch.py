@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeAlias
@@ -21,6 +22,7 @@ import trio
 
 from protocol.channel import SecureChannel
 from protocol.connection import Connection
+from protocol.door import origin
 from protocol.errors import PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.links import Links
@@ -44,7 +46,7 @@ PROBE_SECONDS = 20.0
 """How long a connection is kept that was made to be seen: routers forget who has no connection."""
 
 MAX_PROBES = 64
-"""Connections of others that are held at a time for this."""
+"""Connections of others that are held at a time for this, a quarter of them for one address."""
 
 _REPLY_SECONDS = 20.0  # time for the other side to be ready: it may have to find out where it is seen first
 _ARRIVAL_SECONDS = 1.0  # after our dial has failed, the other side's may still come in at our listener
@@ -105,7 +107,7 @@ class Observer:
         self._lock = trio.Lock()
         self._seen: set[Address] = set()
         self._until = -math.inf
-        self._served = 0
+        self._served: Counter[str] = Counter()  # by address
         self._expected: dict[bytes | None, trio.Event] = {}
 
     async def locate(self, port: int, nursery: trio.Nursery) -> Address:
@@ -135,13 +137,16 @@ class Observer:
 
         TCP does not let the side that closes first connect the same way again for a minute: that is this side.
         """
-        self._served += 1
+        where = origin(channel.remote.host)
+        self._served[where] += 1
+        room = self._served.total() <= MAX_PROBES and self._served[where] <= MAX_PROBES // 4
         try:
-            word = await _hold(channel, PROBE_SECONDS if self._served <= MAX_PROBES else 0.0)
+            word = await _hold(channel, PROBE_SECONDS if room else 0.0)
             if word in self._expected:
                 self._expected[word].set()
         finally:
-            self._served -= 1
+            self._served[where] -= 1
+            self._served += Counter()  # drops the addresses that have none any more
 
     @contextmanager
     def expect(self, word: bytes) -> Iterator[trio.Event]:

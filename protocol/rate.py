@@ -71,13 +71,22 @@ class Quota(Generic[_K]):
 
     def allow(self, who: _K, now: float) -> bool:
         """Whether they may make one more request now."""
+        allowance = self._allowance(who, now)
+        if allowance.tokens < 1:
+            return False
+        allowance.tokens -= 1
+        return True
+
+    def charge(self, who: _K, count: float, now: float) -> None:
+        """Counts something as so many requests. That can bring them into debt, but by no more than one burst."""
+        allowance = self._allowance(who, now)
+        allowance.tokens = max(-float(self._burst), allowance.tokens - count)
+
+    def _allowance(self, who: _K, now: float) -> _Allowance:
         allowance = self._allowances.setdefault(who, _Allowance(float(self._burst), now))
         self._allowances.move_to_end(who)
         if len(self._allowances) > self._remembered:
             self._allowances.popitem(last=False)
         allowance.tokens = min(float(self._burst), allowance.tokens + (now - allowance.filled) * self._rate)
         allowance.filled = now
-        if allowance.tokens < 1:
-            return False
-        allowance.tokens -= 1
-        return True
+        return allowance

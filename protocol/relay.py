@@ -31,7 +31,6 @@ from protocol.wire import message
 _CHUNK = 1 << 16
 _IDLE = 30.0  # seconds without a byte after which a circuit is ended
 _FAREWELL = 5.0  # seconds that one direction goes on when the other has ended
-_DOMAIN = "relay"  # relayed connections come from PEER.relay: all through one relay have the same origin
 
 
 @message("relay.connect")
@@ -114,13 +113,16 @@ class Relay:
         except BaseException:
             stream.close(abandon=True)
             raise
-        return RelayedStream(stream)
+        return RelayedStream(stream, link.connection.channel.remote.host)
 
     async def _on_incoming(self, request: Incoming, stream: Stream) -> None:
         """We are the target."""
         _refuse_nested(stream)
+        link = self._links.get(stream.peer)
+        if link is None:
+            raise PeerGone(f"the connection to {stream.peer.short} is over")
         await stream.send(Ready())
-        relayed = RelayedStream(stream)
+        relayed = RelayedStream(stream, link.connection.channel.remote.host)
         try:
             await self._accept(relayed, request.source)
             await relayed.closed.wait()
@@ -210,11 +212,17 @@ class _Budget:
 
 
 class RelayedStream:
-    """A stream through a relay as a connection's stream of bytes. Implements `transport.ByteStream`."""
+    """A stream through a relay as a connection's stream of bytes. Implements `transport.ByteStream`.
 
-    def __init__(self, stream: Stream) -> None:
+    Args:
+        stream: The stream to the relay.
+        host: Where the relay is. What comes through it counts for its address: anybody can say that he is a relay, and
+            that others want to reach us.
+    """
+
+    def __init__(self, stream: Stream, host: str) -> None:
         self._stream = stream
-        self._remote = Address(f"{stream.peer}.{_DOMAIN}", 0)
+        self._remote = Address(host, 0)
         self.closed = trio.Event()
         """Set when it is closed."""
 

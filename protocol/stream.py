@@ -10,9 +10,10 @@ from typing import Protocol, Self, TypeVar
 
 import trio
 
-from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
+from protocol.errors import Overloaded, ProtocolError, RequestRefused, RequestTimeout, StreamEnded, StreamReset
 from protocol.frames import U32, Buffer
 from protocol.identity import PeerId
+from protocol.liveness import Progress
 from protocol.mux import Mux
 from protocol.mux_stream import INITIAL_WINDOW, MuxStream, Reset
 from protocol.transport import Path
@@ -20,8 +21,10 @@ from protocol.wire import MAX_MESSAGE, Message, decode, encode
 
 _T = TypeVar("_T")
 
+_SETTLE = 10.0  # seconds after which credit is given for what was read: on a slow link half a window takes minutes
 _SEND_BUFFER = 1 << 16  # bytes of messages that a stream queues before its sender has to wait
-_STALL = 60.0  # seconds in which a peer that we send data to has to take at least an initial window of it
+STALL = 60.0
+"""Seconds in which a peer that could has to take, or send, at least `INITIAL_WINDOW` bytes of what is waited for."""
 
 
 class Carrier(Protocol):
@@ -71,6 +74,10 @@ class Stream:
         self._closed = False
         self._busy: set[str] = set()
         self._patient_until = 0  # the sender waits for no more than this to be pending
+        self._sending = Progress(INITIAL_WINDOW, STALL)
+        self._receiving = Progress(INITIAL_WINDOW, STALL)
+        self._expected = 0  # raw bytes that the receiver waits for
+        self._settled_at = -math.inf
         # A message being received: kept here so that a cancelled receive loses nothing.
         self._partial = bytearray()
         self._size: int | None = None  # once its length has arrived
@@ -96,6 +103,8 @@ class Stream:
             self._check_sendable()
             await self._until_pending(max(0, _SEND_BUFFER - len(data)))
             self._check_sendable()
+            if not self._mux.keep(self.raw, U32.size + len(data)):
+                raise self._no_memory()
             self._mux.write(self.raw, U32.pack(len(data)) + data)
             if last:
                 self._mux.finish(self.raw)
@@ -160,6 +169,7 @@ class Stream:
 
         Raises:
             StreamEnded: If the other side finished before the first of them.
+            StreamReset: Also if it may send and hardly does, for `STALL` seconds.
             ProtocolError: If it finished in the middle. The connection ends.
         """
         view = memoryview(buffer)
@@ -173,11 +183,14 @@ class Stream:
             self._connection.kick()
             raw = self.raw
             raw.wanted = view.cast("B")
+            self._expected = view.nbytes
+            self._receiving.begin(trio.current_time(), 0)
             try:
                 while raw.wanted:
                     await self._until_readable(lambda: len(raw.wanted or b"") < view.nbytes)
                     raw.wanted = raw.wanted[self._take(raw.wanted) :]
             finally:
+                self._receiving.end()
                 missing, raw.wanted = len(raw.wanted or b""), None
                 if 0 < missing < view.nbytes:
                     self.reset()
@@ -224,6 +237,8 @@ class Stream:
         elif not self.raw.at_end:
             self._mux.stop(self.raw)
         self._closed = True
+        self._mux.memory.give(len(self._partial))
+        self._partial = bytearray()
         self._connection.forget(self)
 
     def on_reset(self, event: Reset) -> None:
@@ -242,6 +257,38 @@ class Stream:
         if self.raw.pending <= self._patient_until:
             self._writable.unpark_all()
 
+    def look(self, now: float, stopped: float) -> None:
+        """Gives up the stream if it does not move and the peer is the one to move it. For the connection, now and then.
+
+        Args:
+            now: The time.
+            stopped: Seconds since the last look in which this very process was stopped.
+        """
+        raw = self.raw
+        if now >= self._settled_at + _SETTLE:
+            self._settled_at = now
+            self._mux.settle(raw)
+            self._connection.kick()
+        self._sending.excuse(stopped)
+        self._receiving.excuse(stopped)
+        if self._sending.running:
+            if not raw.starved:
+                self._sending.begin(now, -raw.pending)
+            elif self._sending.stuck(now, -raw.pending):
+                self._give_up("took")
+        if self._receiving.running:
+            received = self._expected - len(raw.wanted or b"")
+            if raw.allowance <= 0:  # it is for us to grant more
+                self._receiving.begin(now, received)
+            elif self._receiving.stuck(now, received):
+                self._give_up("sent")
+
+    def _give_up(self, what: str) -> None:
+        if self._reset is None:
+            reason = f"{self.peer.short} {what} hardly anything for {STALL:g} s"
+            self._reset = Reset(self.raw, "", reason)
+            self.reset("", "too slow")
+
     async def _receive_message(self) -> bytearray:
         while True:
             wanted = U32.size if self._size is None else self._size
@@ -249,9 +296,11 @@ class Stream:
                 await self._until_readable(lambda: self._size is not None or len(self._partial) > 0)
                 # It grows by what has arrived: announcing a long message costs the other side nothing.
                 piece = bytearray(min(wanted - len(self._partial), self.raw.available))
+                self._hold(len(piece))
                 self._take(memoryview(piece))
                 self._partial += piece
             complete, self._partial = self._partial, bytearray()
+            self._mux.memory.give(len(complete))
             if self._size is not None:
                 self._size = None
                 return complete
@@ -259,6 +308,17 @@ class Stream:
             if not 0 < size <= MAX_MESSAGE:
                 self._violation(f"a message of {size} bytes was announced")
             self._size = size
+
+    def _hold(self, count: int) -> None:
+        """Takes memory for a part of a message: what is read makes room for more, and messages are long."""
+        if self._mux.is_ours(self.raw):
+            self._mux.memory.overdraw(count)
+        elif not self._mux.memory.take(count):
+            raise self._no_memory()
+
+    def _no_memory(self) -> Overloaded:
+        self.reset("busy", "there is no memory for this")
+        return Overloaded(f"too much is kept for {self.peer.short} and others already")
 
     def _take(self, view: memoryview) -> int:
         """Moves what is there to the view, and lets the peer send as much again."""
@@ -284,15 +344,13 @@ class Stream:
     async def _until_pending(self, most: int) -> None:
         """Waits until at most so many bytes of ours are queued. Gives up on a peer that does not read."""
         self._patient_until = most
-        while self.raw.pending > most:
-            before = self.raw.pending
-            with trio.move_on_after(_STALL) as patience:
-                while self.raw.pending > most:
-                    self._check_sendable()
-                    await self._writable.park()
-            if patience.cancelled_caught and self.raw.starved and before - self.raw.pending < INITIAL_WINDOW:
-                self.reset("", "too slow")
-                raise StreamReset(f"{self.peer.short} took hardly anything for {_STALL:g} s")
+        self._sending.begin(trio.current_time(), -self.raw.pending)
+        try:
+            while self.raw.pending > most:
+                self._check_sendable()
+                await self._writable.park()
+        finally:
+            self._sending.end()
 
     def _check_sendable(self) -> None:
         if self._reset is not None:

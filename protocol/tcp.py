@@ -17,20 +17,20 @@ import trio
 from protocol.errors import AddressError, PeerGone, PeerUnreachable
 from protocol.transport import DIAL_TIMEOUT, Address, Buffer, LineState
 
-_BACKLOG = 128
+_BACKLOG = 1024  # a flood that we turn away quickly must not make the system turn away others first
 
-# Options, some of which exist on some systems only. A peer whose host vanished is noticed after about 10 s, whether we
-# were sending (user timeout, in milliseconds) or only waiting (keepalive, in seconds: 5 + 3 * 2). No more than the low
-# water mark waits in the kernel besides what is on the wire: what is written next should not queue behind megabytes.
-# `TcpStream.pace` changes it.
+# Options, some of which exist on some systems only. A peer whose host vanished is noticed by the heartbeat of the
+# connection, which knows how long round trips are. The kernel is to notice it too, but not before: its user timeout
+# (milliseconds) also ends what keepalive begins after 5 s. No more than the low water mark waits in the kernel besides
+# what is on the wire: what is written next should not queue behind megabytes. `TcpStream.pace` changes it.
 _OPTIONS = (
     ("SOL_SOCKET", "SO_KEEPALIVE", 1),
     ("IPPROTO_TCP", "TCP_NODELAY", 1),
     ("IPPROTO_TCP", "TCP_NOTSENT_LOWAT", 131_072),
-    ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 10_000),
+    ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 40_000),
     ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
     ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
-    ("IPPROTO_TCP", "TCP_KEEPCNT", 3),
+    ("IPPROTO_TCP", "TCP_KEEPCNT", 18),
 )
 
 # accept() fails with these when the system is short of something; it helps to wait.

@@ -16,7 +16,7 @@ import trio
 
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
-from protocol.errors import RequestRefused, ShoalError, StreamReset
+from protocol.errors import RequestRefused, RequestTimeout, ShoalError, StreamReset
 from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.ring import Ring
@@ -190,8 +190,8 @@ class Transfer:
                 self._progress.set()
             self.settled.set()
             # Closing before the left neighbour has finished would look to it as if we had given up.
-            with contextlib.suppress(StreamReset):
-                await arrival.stream.receive(RingData)
+            with contextlib.suppress(StreamReset, RequestTimeout):
+                await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
             self._fail(left, f"nothing came from {left.short} for {self._times.stall:g} s")
             await trio.sleep_forever()

@@ -17,8 +17,9 @@ from protocol.errors import AddressError
 Buffer = bytes | bytearray | memoryview
 """What can be sent; memoryviews must be of single bytes."""
 
-Path = Literal["direct", "punched", "relayed"]
-"""How bytes get to a peer: it was dialled, or both dialled each other at once, or a third peer passes them on."""
+Path = Literal["direct", "mapped", "punched", "relayed"]
+"""How bytes get to a peer: one side was dialled, perhaps at a port that its router maps, or both dialled each other at
+once, or a third peer passes them on."""
 
 DIAL_TIMEOUT = 10.0
 """Seconds after which a dial that nobody answers fails."""

@@ -21,6 +21,7 @@ SHELLS = {
     "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
+    "protocol/introduction.py",
     "protocol/lane.py",
     "protocol/lanes.py",
     "protocol/leadership.py",

@@ -365,8 +365,16 @@ async def test_an_older_record_is_answered_with_the_newer_one(autojump_clock, sw
     assert Record.decode(reply.newer.record) == newer
 
 
-async def test_who_asks_too_often_is_refused_for_a_while(autojump_clock, swarm):
-    node = await swarm.add(settings=DhtSettings(rate=1.0, burst=10))
+async def test_records_count_for_the_address_that_they_came_from(autojump_clock, swarm):
+    node = await swarm.add()
+    other = await swarm.add(node, setup=Evil().setup)
+    await other.endpoint.request(node.id, Store(copy(GENUINE)), Stored, timeout=5)
+    assert [held.origin for held in node.dht._store] == [other.host]
+
+
+@pytest.mark.parametrize("bounds", [{"rate": 1.0, "burst": 10}, {"origin_rate": 1.0, "origin_burst": 10}])
+async def test_who_asks_too_often_is_refused_for_a_while(autojump_clock, swarm, bounds):
+    node = await swarm.add(settings=DhtSettings(**bounds))
     other = await swarm.add(node, setup=Evil().setup)
 
     async def ping() -> None:

@@ -10,12 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dht.records import Record
 from dht.store import RecordStore, StoreLimits, Verdict
-from protocol.identity import Identity
+from protocol.identity import Identity, PeerId
 
 PEOPLE = [Identity.from_seed(bytes([n]) * 32) for n in range(5)]
 KEYS = [bytes([n]) * 32 for n in range(4)]
 ALICE, BOB = PEOPLE[:2]
 KEY = KEYS[0]
+OWN = PeerId(bytes(32))
 
 
 @cache
@@ -23,12 +24,12 @@ def record(who: int = 0, key: int = 0, value: bytes = b"v", sequence: int = 1, t
     return Record.sign(PEOPLE[who], KEYS[key], value, sequence=sequence, ttl=ttl)
 
 
-def put(store: RecordStore, made: Record, now: float = 0.0, *, remaining: float = 1e9, by_signer=True) -> Verdict:
-    return store.put(made, remaining, now, by_signer=by_signer)
+def put(store: RecordStore, made: Record, now: float = 0.0, *, remaining=1e9, by_signer=True, origin="") -> Verdict:
+    return store.put(made, remaining, now, by_signer=by_signer, origin=origin)
 
 
 def test_a_higher_sequence_replaces_and_nothing_else_does():
-    store = RecordStore()
+    store = RecordStore(OWN)
     assert put(store, record(sequence=5)) is Verdict.STORED
     assert put(store, record(sequence=4)) is Verdict.STALE
     assert put(store, record(sequence=5, value=b"other")) is Verdict.STALE
@@ -39,7 +40,7 @@ def test_a_higher_sequence_replaces_and_nothing_else_does():
 
 
 def test_the_same_record_from_its_signer_lives_on():
-    store = RecordStore()
+    store = RecordStore(OWN)
     put(store, record(ttl=100), 0.0)
     assert put(store, record(ttl=100), 50.0) is Verdict.REFRESHED
     assert store.get(KEY, ALICE.peer_id, 149.0)
@@ -47,14 +48,14 @@ def test_the_same_record_from_its_signer_lives_on():
 
 
 def test_the_same_record_from_somebody_else_does_not():
-    store = RecordStore()
+    store = RecordStore(OWN)
     put(store, record(ttl=100), 0.0)
     assert put(store, record(ttl=100), 50.0, by_signer=False) is Verdict.REFRESHED
     assert not store.get(KEY, ALICE.peer_id, 100.0)
 
 
 def test_what_is_passed_on_lives_no_longer_than_it_has_left():
-    store = RecordStore()
+    store = RecordStore(OWN)
     put(store, record(ttl=100), 0.0, remaining=10.0, by_signer=False)
     assert store.get(KEY, ALICE.peer_id, 4.0).remaining(4.0) == 6.0
     assert put(store, record(), 10.0, remaining=0.0) is Verdict.STALE
@@ -62,7 +63,7 @@ def test_what_is_passed_on_lives_no_longer_than_it_has_left():
 
 
 def test_life_is_capped_by_the_record_and_by_the_holder():
-    store = RecordStore(StoreLimits(ttl=60.0))
+    store = RecordStore(OWN, StoreLimits(ttl=60.0))
     put(store, record(ttl=30))
     put(store, record(who=1, ttl=1000))
     store.expire(30.0)
@@ -72,14 +73,14 @@ def test_life_is_capped_by_the_record_and_by_the_holder():
 
 
 def test_a_withdrawal_keeps_the_older_record_out():
-    store = RecordStore()
+    store = RecordStore(OWN)
     put(store, record(sequence=1))
     assert put(store, record(sequence=2, value=b"")) is Verdict.STORED
     assert put(store, record(sequence=1)) is Verdict.STALE
 
 
 def test_forgeries_are_not_kept():
-    store = RecordStore()
+    store = RecordStore(OWN)
     forged = attrs.evolve(record(), value=b"forged")
     assert put(store, forged) is Verdict.FORGED
     put(store, record())
@@ -97,7 +98,7 @@ def test_forgeries_are_not_kept():
     ],
 )
 def test_every_bound_refuses_the_new_and_keeps_the_old(limits, fits, too_many):
-    store = RecordStore(limits)
+    store = RecordStore(OWN, limits)
     for made in fits:
         assert put(store, made) is Verdict.STORED
     assert put(store, too_many) is Verdict.FULL
@@ -107,8 +108,100 @@ def test_every_bound_refuses_the_new_and_keeps_the_old(limits, fits, too_many):
     assert put(store, too_many, 100.0) is Verdict.STORED  # the others are over
 
 
+def stranger(number: int, key: bytes, *, ttl: int = 100, value: bytes = b"v") -> Record:
+    identity = Identity.from_seed(number.to_bytes(32, "big"))
+    return Record.sign(identity, key, value, sequence=1, ttl=ttl)
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(2, "big") * 16
+
+
+def test_thousands_of_identities_of_a_few_addresses_displace_nobody_else():
+    limits = StoreLimits(records=1000, size=1_000_000)
+    store = RecordStore(OWN, limits)
+    honest = [stranger(number, key_of(number), value=bytes(500)) for number in range(60)]
+    for number, made in enumerate(honest[:30]):
+        assert put(store, made, origin=f"home{number // 2}") is Verdict.STORED
+    verdicts = []
+    for number in range(100, 3100):
+        made = stranger(number, key_of(number), value=bytes(number % 2000))
+        verdicts.append(put(store, made, origin=f"evil{number % 3}"))
+        assert len(store) <= limits.records
+        assert store.size <= limits.size
+    assert verdicts[-1] is Verdict.FULL
+    for number, made in enumerate(honest[30:]):
+        assert put(store, made, origin=f"home{number // 2}") is Verdict.STORED
+    held = {held.record for held in store}
+    assert held >= set(honest)
+    assert put(store, stranger(4000, key_of(1)), origin="evil0") is Verdict.FULL
+
+
+def test_identities_of_a_few_addresses_leave_room_under_a_key():
+    store = RecordStore(OWN, StoreLimits(per_key=20))
+    for number in range(100, 300):
+        put(store, stranger(number, KEY), origin=f"evil{number % 2}")
+    honest = [stranger(number, KEY) for number in range(8)]
+    assert all(put(store, made, origin=f"home{number}") is Verdict.STORED for number, made in enumerate(honest))
+    assert len(store) == 20
+    assert {held.record for held in store} >= set(honest)
+    assert put(store, stranger(400, KEY), origin="evil0") is Verdict.FULL
+
+
+def test_equals_do_not_displace_each_other():
+    store = RecordStore(OWN, StoreLimits(per_key=4))
+    for number in range(4):
+        assert put(store, stranger(number, KEY), origin=f"host{number % 2}") is Verdict.STORED
+    assert put(store, stranger(5, KEY), origin="host0") is Verdict.FULL
+    assert len(store) == 4
+
+
+def test_what_goes_is_far_from_us():
+    store = RecordStore(OWN, StoreLimits(records=5))
+    keys = [key_of(number) for number in (9, 3, 7, 1, 5)]
+    for number, key in enumerate(keys):
+        put(store, stranger(number, key), origin="evil")
+    for number in (10, 11):
+        assert put(store, stranger(number, key_of(2)), origin=f"home{number}") is Verdict.STORED
+    assert {held.record.key for held in store if held.origin == "evil"} == {key_of(number) for number in (1, 3, 5)}
+
+
+def test_a_record_counts_for_its_signer_once_that_has_sent_it():
+    store = RecordStore(OWN)
+    put(store, record(), by_signer=False, origin="messenger")
+    put(store, record(), by_signer=False, origin="another")
+    assert [held.origin for held in store] == ["messenger"]
+    put(store, record(), origin="home")
+    assert [held.origin for held in store] == ["home"]
+    put(store, record(), by_signer=False, origin="another")
+    assert [held.origin for held in store] == ["home"]
+
+
+def test_forgeries_displace_nothing():
+    store = RecordStore(OWN, StoreLimits(records=3))
+    for number in range(3):
+        put(store, stranger(number, KEY), origin="evil")
+    forged = attrs.evolve(stranger(9, KEY), value=b"forged")
+    assert put(store, forged, origin="other") is Verdict.FORGED
+    assert len(store) == 3
+
+
+def test_displacing_again_and_again_leaves_nothing_behind():
+    store = RecordStore(OWN, StoreLimits(records=8, ttl=10_000.0))
+    lasting = [stranger(number, key_of(number), ttl=10_000) for number in range(8)]
+    brief = [stranger(number, key_of(number), ttl=1) for number in range(8, 11)]
+    for now in range(200):
+        for made in lasting:
+            put(store, made, float(now), origin="one")
+        for made in brief:
+            put(store, made, float(now), origin="two")
+        assert len(store._timers) <= 2 * len(store) + 1
+    store.expire(20_000.0)
+    assert len(store) == store.size == len(store._timers) == len(store._origins) == len(store._shares) == 0
+
+
 def test_pages_cover_everything_once_in_order():
-    store = RecordStore()
+    store = RecordStore(OWN)
     for who in range(5):
         put(store, record(who, ttl=100 if who else 10))
     signers = sorted(person.peer_id for person in PEOPLE[1:])
@@ -122,7 +215,7 @@ def test_pages_cover_everything_once_in_order():
 
 
 def test_pages_are_bounded_in_bytes_but_never_empty():
-    store = RecordStore()
+    store = RecordStore(OWN)
     for who in range(3):
         put(store, record(who, value=bytes(1000)))
     page, more = store.page(KEY, 0.0, after=b"", records=50, size=1)
@@ -139,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = RecordStore(self.LIMITS)
+        self.store = RecordStore(OWN, self.LIMITS)
         self.kept: list[tuple[Record, float]] = []
         self.now = 0.0
 

@@ -105,6 +105,31 @@ def test_few_of_one_network_in_a_bucket_and_in_all():
         assert table.heard(contact(0, number, "192.168.0.1"), 1.0)  # private ones are not counted
 
 
+def test_where_peers_are_seen_counts_whatever_they_say():
+    table = RoutingTable(OWN, TableSettings(per_bucket=2, per_table=3))
+    for number in range(200):
+        table.heard(contact(number % 4, number, f"9.{number}.1.1"), 0.0, host="8.8.8.8")
+    assert len(table) == 3
+    assert table.heard(contact(0, 300, "9.9.9.9"), 1.0, host="8.8.9.8")
+    for number in range(200):
+        table.failed(contact(number % 4, number).peer, 5000.0)
+    assert peers(table) == {peer(0, 300)}
+    assert table._groups == Counter({"9.9.9.0/24": 1, "8.8.9.0/24": 1})
+
+
+def test_one_network_cannot_have_all_of_a_replacement_cache():
+    table = RoutingTable(OWN, TableSettings(k=2, replacements=3, per_bucket=1))
+    for number in range(2):
+        table.heard(contact(0, number, f"9.9.{number}.1"), 0.0)
+    table.heard(contact(0, 2, "7.7.7.7"), 0.0)
+    for number in range(10, 30):
+        table.heard(contact(0, number, f"8.8.8.{number}"), 1.0)
+    for number in range(2):
+        for _ in range(2):
+            table.failed(peer(0, number), 2.0)
+    assert peer(0, 2) in table
+
+
 def test_a_restarted_peer_with_a_new_identity_replaces_the_old_one_behind_its_network_limit():
     table = RoutingTable(OWN, TableSettings(per_bucket=1))
     table.heard(contact(0, 0, "8.8.8.1"), 0.0)
@@ -240,7 +265,10 @@ class TableMachine(RuleBasedStateMachine):
         else:
             admitted = False
             self.waiting[prefix].append(item)
-            del self.waiting[prefix][: -self.SETTINGS.replacements]
+            if len(self.waiting[prefix]) > self.SETTINGS.replacements:
+                groups = [network_group(i[1]) for i in self.waiting[prefix]]
+                crowds = [1 if group is None else groups.count(group) for group in groups]
+                del self.waiting[prefix][crowds.index(max(crowds))]
             self.promote(prefix)
         assert self.table.heard(contact(prefix, number, host), self.now) == admitted
 

@@ -39,6 +39,7 @@ async def test_a_founder_behind_a_mapping_router_is_joined_from_outside(port_map
     assert named() == [external, Address(inside.address, PORT)]
     other = net_swarm.join(outside)
     await net_swarm.rounds_together([founder, other], 2)
+    assert other.path_to(founder) == founder.path_to(other) == "mapped"
 
     ticket = founder.child.ticket.read_text().strip()
     report = examined(outside, ticket)

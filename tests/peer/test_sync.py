@@ -184,6 +184,34 @@ async def test_a_donor_that_is_slow_does_not_hold_up_the_others(autojump_clock, 
     assert trio.current_time() - begun < 10
 
 
+async def test_the_only_donor_may_be_slow(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, slow = swarm.endpoints
+    donate(slow, state)
+    swarm.network.set_link("h0", "h1", bandwidth=5000)  # minutes for a range
+    assert same(await fetch_state(newcomer, RUN, state.tip, [slow.peer_id], **SHAPE), state)
+    assert trio.current_time() > 8 * ELEMENTS / 5000
+
+
+class Stuck(Donor):
+    """Answers pings and all questions, but the bytes of a range do not come."""
+
+    async def _on_range(self, request, stream):
+        await stream.send(RangeReply(merkle.LEAF))
+        await trio.sleep_forever()
+
+
+async def test_a_donor_whose_bytes_do_not_come_is_given_up(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    Stuck(endpoint, RUN, "the manifest").offer(state)
+    begun = trio.current_time()
+    with pytest.raises(SyncFailed, match=f"{endpoint.peer_id.short} sent hardly anything for 60 s"):
+        await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE)
+    assert trio.current_time() - begun < 70
+    assert newcomer.is_connected(endpoint.peer_id)
+
+
 async def test_states_are_for_those_who_are_admitted(autojump_clock, mesh, state):
     swarm = await mesh(2)
     newcomer, endpoint = swarm.endpoints

@@ -55,3 +55,22 @@ async def test_probes_are_no_connections(start_endpoint, autojump_clock):
     assert len(a.endpoint._connections) == 1
     with pytest.raises(PeerUnreachable):  # ports cannot be chosen on this network
         await b.endpoint.probe(a.endpoint.address, 7)
+
+
+async def test_who_was_dialled_at_the_port_that_its_router_maps_is_connected_through_it(start_endpoint, autojump_clock):
+    a, b = await start_endpoint(1), await start_endpoint(2)
+    a.endpoint.mapped = a.endpoint.address  # on this network, an address leads where it says
+    await b.endpoint.connect(a.endpoint.mapped)
+    await trio.sleep(0.1)
+    assert a.endpoint.path(b.peer) == b.endpoint.path(a.peer) == "mapped"
+
+
+async def test_who_was_dialled_elsewhere_or_has_dialled_is_connected_directly(start_endpoint, autojump_clock):
+    a, b, c = [await start_endpoint(seed) for seed in (1, 2, 3)]
+    a.endpoint.mapped = ANNOUNCED
+    await b.endpoint.connect(a.endpoint.address)
+    await a.endpoint.connect(c.peer)
+    await trio.sleep(0.1)
+    for node in (b, c):
+        assert a.endpoint.path(node.peer) == node.endpoint.path(a.peer) == "direct"
+        assert ANNOUNCED in node.endpoint.addresses(a.peer)

@@ -46,6 +46,21 @@ def test_the_book_is_bounded():
     assert addresses.addresses(peer(book.MAX_PEERS))
 
 
+def test_hearsay_about_many_does_not_displace_those_that_were_met():
+    addresses = AddressBook()
+    addresses.learn(peer(0), (address(1),), proven=True)
+    for number in range(1, 3 * book.MAX_PEERS):
+        addresses.learn(peer(number), (address(2),))
+    assert addresses.addresses(peer(0)) == (address(1),)
+
+
+def test_the_list_of_offenders_is_bounded():
+    strikes = Strikes()
+    for number in range(book.MAX_PEERS + 10):
+        strikes.strike(peer(number), 0.0)
+    assert len(strikes._records) == book.MAX_PEERS
+
+
 def test_repeated_errors_ban_for_a_while():
     strikes = Strikes()
     assert [strikes.strike(peer(1), now) for now in (0, 10, 20)] == [False, False, True]

@@ -17,11 +17,12 @@ from dht.ids import Contact
 from dht.records import Record
 from peer import membership, probe, rotation, sync
 from protocol import frames, hello, lane, punch, reachability, relay, rivals, round_messages, wire
+from protocol.budget import Budget
 from protocol.channel import LANE_OPENING
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
-from protocol.mux import Mux, MuxLimits
-from protocol.mux_stream import MuxStream
+from protocol.mux import Mux
+from protocol.mux_stream import MuxLimits, MuxStream
 from protocol.noise import Handshake
 from protocol.pieces import Piece
 from protocol.plan import NO_BALLOT, Ballot, Plan
@@ -47,10 +48,10 @@ PLAN = Plan(
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
-    hello.Hello(b"\x01" * 8, 2, 7070): "99 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c0 c2 c2",
-    hello.Hello(b"\x01" * 8, 2, 7070, HOME, OFFICE, HOME, True, True): (
-        "99 ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e ae3139322e302e322e373a37303730 "
-        "b25b323030313a6462383a3a375d3a37303731 ae3139322e302e322e373a37303730 c3 c3"
+    hello.Hello(b"\x01" * 8, 2, 7070): "9a ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c0 c2 c2 c2",
+    hello.Hello(b"\x01" * 8, 2, 7070, HOME, OFFICE, HOME, True, True, True): (
+        "9a ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e ae3139322e302e322e373a37303730 "
+        "b25b323030313a6462383a3a375d3a37303731 ae3139322e302e322e373a37303730 c3 c3 c3"
     ),
     punch.Offer(HOME): "92 ab70756e63682e6f66666572 ae3139322e302e322e373a37303730",
     punch.Answer(OFFICE): "92 ac70756e63682e616e73776572 b25b323030313a6462383a3a375d3a37303731",
@@ -230,7 +231,7 @@ def test_frames():
 
 
 def test_goodbyes_with_evidence():
-    mux = Mux(initiator=True, limits=MuxLimits())
+    mux = Mux(initiator=True, limits=MuxLimits(), memory=Budget(1 << 24, connections=1).account("host"))
     mux.goodbye("bye", b"\x01" * 8 + b"\x02" * 64)
     assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
         golden("0a 01 004b 00000000 01*8 02*64 627965")
@@ -243,7 +244,7 @@ def test_pieces():
         golden("0b 01 000c 00000102 0000000100000000 00000004"),
         b"last",
     ]
-    mux = Mux(initiator=True, limits=MuxLimits())
+    mux = Mux(initiator=True, limits=MuxLimits(), memory=Budget(1 << 24, connections=1).account("host"))
     mux.acknowledge(3, 500)
     mux.want_lanes(8)
     assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
@@ -263,7 +264,10 @@ def test_opening_a_lane():
 
 
 def test_a_conversation():
-    alice, bob = Mux(initiator=True, limits=MuxLimits()), Mux(initiator=False, limits=MuxLimits())
+    memory = Budget(1 << 24, connections=2)
+    alice, bob = (
+        Mux(initiator=initiator, limits=MuxLimits(), memory=memory.account("host")) for initiator in (True, False)
+    )
     stream = alice.open(bulk=True)
     alice.write(stream, b"\x00\x00\x00\x02hi")
     alice.ping(b"12345678")

@@ -10,17 +10,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol import frames, mux
+from protocol.budget import Budget
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import IN_USE, MAX_RECORD, Kind, pack
-from protocol.mux import Mux, MuxLimits
-from protocol.mux_stream import INITIAL_WINDOW, Goodbye, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
+from protocol.mux import Mux
+from protocol.mux_stream import (
+    INITIAL_WINDOW,
+    Goodbye,
+    MuxLimits,
+    Opened,
+    Placed,
+    Pong,
+    Readable,
+    Reset,
+    Retired,
+    Stopped,
+)
 
 LARGE = 1 << 30
-LIMITS = MuxLimits(max_streams=4, window=200_000, max_buffered=300_000)
+LIMITS = MuxLimits(max_streams=4, window=200_000)
+ENOUGH = 1 << 30
 
 
-def pair(limits=LIMITS):
-    return Mux(initiator=True, limits=limits), Mux(initiator=False, limits=limits)
+def pair(limits=LIMITS, memory=ENOUGH):
+    accounts = [Budget(memory, connections=1).account("somewhere") for _ in range(2)]
+    return tuple(Mux(initiator=not n, limits=limits, memory=account) for n, account in enumerate(accounts))
 
 
 def transfer(source, target, budget=LARGE, bulk=LARGE):
@@ -108,7 +122,7 @@ def test_credit_limits_what_is_sent_and_returns_with_reading():
 
 
 def test_bulk_streams_share_a_budget_of_larger_windows():
-    a, b = pair()
+    a, b = pair(memory=6 * 300_000)  # a third of half of it is lent to one
     streams = [opened(a, b, bulk=True) for _ in range(3)]
     transfer(b, a)
     for ours, _ in streams:
@@ -448,7 +462,9 @@ class Conversation(RuleBasedStateMachine):
         for side in getattr(self, "sides", []):
             streams = side._streams.values()
             assert all(stream.available <= stream.window for stream in streams)
-            assert sum(stream.window - INITIAL_WINDOW for stream in streams) <= LIMITS.max_buffered
+            gone = [stream for stream in self.streams[self.sides.index(side)].values() if stream not in streams]
+            held = sum(stream.window for stream in streams) + sum(stream.available for stream in gone)
+            assert side.memory.held == held
 
     def teardown(self):
         """When everybody sends and reads, everything arrives."""
@@ -548,7 +564,7 @@ def test_more_than_credit_was_given_for_is_an_error_when_placed_too():
 
 
 def test_windows_grow_while_the_reader_waits_and_not_otherwise():
-    limits = MuxLimits(max_streams=4, window=3 << 20, max_buffered=1 << 26)
+    limits = MuxLimits(max_streams=4, window=3 << 20)
     for waits, grown in ((True, 3 << 20), (False, 1 << 20)):
         a, b = pair(limits)
         ours, theirs = opened(a, b, bulk=True)

@@ -6,18 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.budget import Budget
 from protocol.errors import ProtocolError
 from protocol.frames import FIN, MAX_RECORD, Kind, pack
-from protocol.mux import Mux, MuxLimits
-from protocol.mux_stream import INITIAL_WINDOW, Acknowledged, Intake, LanesWanted, MuxStream
+from protocol.mux import Mux
+from protocol.mux_stream import INITIAL_WINDOW, Acknowledged, Intake, LanesWanted, MuxLimits, MuxStream
 from protocol.pieces import Ahead, Outbox, Piece
 
 LARGE = 1 << 30
 CONTENT = bytes(number * 7 % 251 for number in range(INITIAL_WINDOW))
 
 
-def pair(**limits):
-    sender, receiver = Mux(initiator=True, limits=MuxLimits()), Mux(initiator=False, limits=MuxLimits(**limits))
+def make_mux(*, initiator):
+    memory = Budget(1 << 26, connections=1).account("host")
+    return Mux(initiator=initiator, limits=MuxLimits(), memory=memory)
+
+
+def pair():
+    sender, receiver = make_mux(initiator=True), make_mux(initiator=False)
     stream = sender.open(bulk=True)
     for record in sender.take(LARGE, LARGE).records:
         (opened,) = receiver.receive(bytes(record))
@@ -239,7 +245,7 @@ def test_acknowledgements():
     mux.acknowledge(3, 2)
     mux.want_lanes(4)
     (record,) = mux.take(LARGE, LARGE).records
-    other = Mux(initiator=True, limits=MuxLimits())
+    other = make_mux(initiator=True)
     assert other.receive(bytes(record)) == [Acknowledged(3, 2), LanesWanted(4)]
     assert not mux.urgent
 
@@ -265,6 +271,7 @@ class TwoWays:
         piece = self.sender.take_piece(size)
         if piece is not None:
             self.sender.carried += 1
+            self.sender.memory.overdraw(0 if piece.copied else len(piece.data))
             records += [bytes(record) for record in outbox.add(piece).records()]
 
     def advance_lane(self, number, count):
@@ -287,7 +294,10 @@ class TwoWays:
         for record in self.receiver.take(LARGE, LARGE).records:
             for event in self.sender.receive(bytes(record)):
                 if isinstance(event, Acknowledged) and event.lane in self.lanes:
-                    self.lanes[event.lane][2].acknowledge(event.pieces)
+                    outbox = self.lanes[event.lane][2]
+                    size = outbox.size
+                    outbox.acknowledge(event.pieces)
+                    self.sender.memory.give(size - outbox.size)
         self.sender.carried = sum(len(outbox) for _, _, outbox in self.lanes.values())
 
     def read(self):
@@ -329,6 +339,7 @@ def test_whatever_happens_to_lanes_all_data_arrives_once_and_in_order(data, tota
     net.main_both_ways(LARGE)
     assert net.sender.idle
     assert net.receiver.idle
+    assert net.sender.memory.held == net.receiver.memory.held == 0
 
 
 def test_an_outbox_keeps_what_has_not_arrived():

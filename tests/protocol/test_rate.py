@@ -49,6 +49,17 @@ def test_a_quota_is_a_burst_and_then_a_rate():
     assert allowed(quota, "alice", 1000.0) == 5
 
 
+def test_a_quota_can_be_in_debt_by_one_burst():
+    quota: Quota[str] = Quota(rate=1.0, burst=5)
+    quota.charge("alice", 3, 0.0)
+    assert allowed(quota, "alice", 0.0) == 2
+    for _ in range(10):
+        quota.charge("alice", 3, 0.0)
+    assert allowed(quota, "alice", 5.5) == 0
+    assert allowed(quota, "alice", 6.0) == 1
+    assert allowed(quota, "bob", 0.0) == 5
+
+
 def test_a_quota_remembers_so_many():
     quota: Quota[str] = Quota(rate=1.0, burst=1, remembered=2)
     for who in ("alice", "bob", "carol"):

@@ -7,10 +7,12 @@ from functools import partial
 import pytest
 import trio
 
-from protocol.endpoint import Limits, PathChanged, PeerConnected, PeerLost
+from protocol import wire
+from protocol.channel import handshake
+from protocol.endpoint import Hello, Limits, PathChanged, PeerConnected, PeerLost
 from protocol.errors import PeerGone, PeerUnreachable, RequestRefused
-from protocol.identity import PeerId
-from protocol.relay import Connect, Incoming, Ready
+from protocol.identity import Identity, PeerId
+from protocol.relay import Connect, Incoming, Ready, RelayedStream
 from protocol.stream import Stream
 from protocol.transport import Address
 from protocol.wire import message
@@ -244,6 +246,25 @@ async def test_nobody_gets_all_circuits(start, network, autojump_clock):
     assert await refusal(others[2], relay, target.peer) == "busy"
     await trio.sleep(20)  # nobody shakes hands: the target ends them
     assert relay.endpoint._relay.circuits == 0
+
+
+async def test_what_comes_through_a_relay_counts_for_its_address(start, network, autojump_clock):
+    node = await start(9, limits=Limits(max_connections=16))
+    crowd = [await start(seed, transport=network.transport("crowd"), listen=Address("crowd", seed)) for seed in (1, 2)]
+    features = wire.encode(Hello(bytes(8), 1, 0))
+    for number in range(20):  # two relays that have invented those who want to reach us
+        identity = Identity.from_seed(bytes([100 + number]) * 32)
+        liar = crowd[number % 2].endpoint
+        await liar.connect(node.peer)
+        stream = await liar._links.get(node.peer).connection.open(bulk=True)
+        await stream.send(Incoming(identity.peer_id))
+        await stream.receive(Ready)
+        await handshake(RelayedStream(stream, "crowd"), identity, initiator=True, features=features)
+    await trio.sleep(0.1)
+    assert 4 < len(node.endpoint.connected) <= 8
+    for seed in (3, 4):
+        honest = await start(seed)
+        assert await honest.endpoint.request(node.peer, Echo("hi"), Echo) == Echo("hi!")
 
 
 async def test_circuits_without_a_byte_end(apart, autojump_clock):

@@ -1,6 +1,7 @@
 """What only TCP has: IPv6, names, socket options, and a system that runs short."""
 
 import errno
+import os
 import socket
 import sys
 from contextlib import aclosing
@@ -92,7 +93,7 @@ async def test_options_are_set_on_both_ends():
                 assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 if hasattr(socket, "TCP_USER_TIMEOUT"):
-                    assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+                    assert stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 40_000
 
 
 async def test_a_reset_connection():
@@ -106,6 +107,43 @@ async def test_a_reset_connection():
             await dialled.aclose()
             with pytest.raises(PeerGone, match=f"the connection to {accepted.remote} broke: .*reset"):
                 await accepted.receive_into(memoryview(bytearray(1)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc/self/fd")
+async def test_running_out_of_file_descriptors_neither_ends_nor_spins_the_listener(monkeypatch):
+    import resource
+
+    listener = await TcpTransport().listen(Address("127.0.0.1", 0))
+    client = await TcpTransport().dial(listener.address)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    calls = 0
+
+    async def accept(accept=listener._socket.accept):
+        nonlocal calls
+        calls += 1
+        return await accept()
+
+    monkeypatch.setattr(listener._socket, "accept", accept)
+    async with aclosing(listener), aclosing(client):
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest)]  # leaves no gap below the limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 1, hard))
+        try:
+            began = trio.current_time()
+            with trio.move_on_after(0.5) as waiting:
+                await listener.accept()
+            assert waiting.cancelled_caught
+            assert 1 < calls <= 2 + (trio.current_time() - began) / 0.1
+            with pytest.raises(PeerUnreachable, match="open files"):
+                await TcpTransport().dial(listener.address)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for number in spare:
+                os.close(number)
+        async with aclosing(await listener.accept()) as accepted:
+            await client.send(b"still here")
+            buffer = bytearray(100)
+            assert buffer[: await accepted.receive_into(memoryview(buffer))] == b"still here"
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])

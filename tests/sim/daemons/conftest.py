@@ -87,6 +87,7 @@ class SimulatedSwarm:
         self.peers = {}
         self.ticket: Ticket | None = None
         self.founder = None
+        self.clock = trio.current_time  # for events
         self._directory = directory
         self._nursery = nursery
         self._starts = 0
@@ -108,7 +109,7 @@ class SimulatedSwarm:
         """A peer and its configuration: it founds the run if there is no ticket yet, else it joins it."""
         home = self.home(name)
         peer = self.peers[name] = Peer(name, home)
-        events = EventLog(None, home.identity.peer_id, clock=trio.current_time)
+        events = EventLog(None, home.identity.peer_id, clock=self.clock)
         events.subscribe(peer.hear)
         ticket = ticket or self.ticket
         founds = ticket is None or home.identity.peer_id == self.founder

@@ -1,4 +1,4 @@
-"""Newcomers whose links are slow for the size of the model."""
+"""Newcomers whose links are slow for the size of the model, or long."""
 
 import attrs
 import pytest
@@ -34,4 +34,24 @@ async def test_a_newcomer_on_a_slow_link_gets_in(autojump_clock, simulated_swarm
         await late.until_round(last + 2)
     assert len(contributed(late)) == 3  # and stays in
     for name in ("a", "b", "late"):
+        simulated_swarm.leave(name)
+
+
+@pytest.mark.parametrize("latency", [0.3, 1.5])
+async def test_a_newcomer_that_is_far_away_gets_in_and_stays(autojump_clock, simulated_swarm, latency):
+    """As over satellites, where half a second is the least, and queues add to it."""
+    settings = simulated_swarm.settings
+    simulated_swarm.settings = attrs.evolve(settings, run=attrs.evolve(settings.run, rounds=0))
+    for other in "ab":
+        simulated_swarm.network.set_link("far", other, latency=latency)
+    with trio.fail_after(LIMIT):
+        for name in "ab":
+            await simulated_swarm.start(name)
+        far = await simulated_swarm.start("far")
+        await far.until(lambda: contributed(far))
+        first = contributed(far)[0]
+        await far.until_round(first + 4)
+    assert contributed(far) == list(range(first, first + 5))
+    assert not far.events("peer_lost")
+    for name in ("a", "b", "far"):
         simulated_swarm.leave(name)
