@@ -15,10 +15,13 @@ from the first message about the next round, whose base digest differs from thei
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import attrs
 
 from protocol.identity import PeerId
 from protocol.plan import MAX_WEIGHT, NO_BALLOT, Ballot, Plan
+from protocol.salvage import Holding, missing
 
 
 @attrs.frozen
@@ -54,15 +57,18 @@ class Acceptor:
         """The plan that is being carried out, or has been."""
         self.completed = False
 
-    def accept(self, plan: Plan, offer: Offer, coordinator: PeerId) -> Refusal | None:
+    def accept(
+        self, plan: Plan, offer: Offer, coordinator: PeerId, holdings: Collection[Holding] = ()
+    ) -> Refusal | None:
         """Accepts a plan (None), which aborts the one before, or says why not.
 
         Args:
             plan: The plan.
             offer: What we said we would bring.
             coordinator: Who sent it.
+            holdings: What we have of earlier attempts.
         """
-        problem = self._problem(plan, offer, coordinator)
+        problem = self._problem(plan, offer, coordinator, holdings)
         if problem is not None:
             return Refusal(problem, self.promised)
         self.promised = plan.ballot
@@ -88,7 +94,7 @@ class Acceptor:
         """The complete result of a plan was fetched from another peer, after our own attempts had been given up."""
         self.plan, self.completed = plan, True
 
-    def _problem(self, plan: Plan, offer: Offer, coordinator: PeerId) -> str | None:
+    def _problem(self, plan: Plan, offer: Offer, coordinator: PeerId, holdings: Collection[Holding]) -> str | None:
         if self.completed:
             return "the round is complete here"
         if (plan.run, plan.tag, plan.revision) != (offer.run, offer.tag, offer.revision):
@@ -103,8 +109,11 @@ class Acceptor:
             return "the plan is for vectors of another length"
         if self._peer not in plan.members:
             return "the plan does not include this peer"
-        if plan.weights[plan.members.index(self._peer)] != offer.weight:
+        place = plan.members.index(self._peer)
+        if plan.weights[place] != offer.weight:
             return "the plan gives this peer another weight"
-        if max(plan.weights) > offer.max_weight:
+        if missing(plan, place, holdings):
+            return "the plan relies on parts that this peer does not hold"
+        if plan.heaviest > offer.max_weight:
             return "the plan gives somebody a weight beyond the limit"
         return None

@@ -7,9 +7,10 @@ those who are ready.
 Phases:
 - *collecting*: from the first ready peer until all live ones are, or the grace time is over;
 - *running*: a plan is out. It ends well when every member holds the result. When a member is lost or reports a failure
-  before anybody holds the result, the next plan goes out without the culprit (but if all others are lost at once, we
-  collect again); when somebody holds it already, the plan is called off and the others fetch the result. Every attempt
-  has a time limit and every failed one costs a member, so a round ends;
+  before anybody holds the result, the others halt and say which parts they hold, and the next plan goes out without the
+  culprit and salvages these parts (but if all others are lost at once, we collect again); when somebody holds the
+  result already, the plan is called off and the others fetch it. Every attempt has a time limit and every failed one
+  costs a member, so a round ends;
 - *over*: `holder` names a peer with the result, and whoever is still here is sent there.
 """
 
@@ -23,8 +24,9 @@ import attrs
 from attrs.validators import ge, gt
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, NO_DIGEST, Ballot, Plan, coordinators
-from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
+from protocol.plan import MAX_ATTEMPT, MAX_WEIGHT, NO_DIGEST, Ballot, Plan, coordinators
+from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
+from protocol.salvage import Holding, salvage
 from protocol.transport import Address
 from protocol.wire import Message
 
@@ -67,6 +69,8 @@ class Candidate:
     length: int
     base: bytes
     tried: frozenset[PeerId]
+    holdings: tuple[Holding, ...] = ()
+    """What it has of attempts that failed."""
 
 
 @attrs.frozen
@@ -123,8 +127,11 @@ class _Report:
 class Coordinator:
     """See the module's docstring. Times are the caller's, in seconds, and only compared with each other."""
 
-    def __init__(self, *, run: bytes, tag: str, revision: int, peer: PeerId, times: RoundTimes) -> None:
+    def __init__(
+        self, *, run: bytes, tag: str, revision: int, peer: PeerId, times: RoundTimes, max_weight: float = MAX_WEIGHT
+    ) -> None:
         self._run, self._tag, self._revision, self._peer, self._times = run, tag, revision, peer, times
+        self._max_weight = max_weight
         self._actions: list[Action] = []
         self._candidates: dict[PeerId, Candidate] = {}
         self._heard = 0
@@ -154,6 +161,9 @@ class Coordinator:
         self._reports: dict[PeerId, _Report] = {}
         self._settles: float | None = None
         self._limit = limit
+        self._halts: float | None = None  # until when we wait for members to say what they have of a failed attempt
+        self._halted: set[PeerId] = set()
+        self._cut_off = False  # the attempt failed because all other members were lost at once
 
     # Facts.
 
@@ -205,6 +215,12 @@ class Coordinator:
         if self._settles is None:
             self._settles = now + self._times.settle
 
+    def halted(self, peer: PeerId, ballot: Ballot, holdings: tuple[Holding, ...]) -> None:
+        """A member has stopped, and has these parts."""
+        if self.plan is not None and ballot == self.plan.ballot and peer in self._candidates:
+            self._halted.add(peer)
+            self._candidates[peer] = attrs.evolve(self._candidates[peer], holdings=holdings)
+
     def completed(self, peer: PeerId, ballot: Ballot, plan_id: bytes) -> None:
         """A member holds the complete result of a plan, which need not be the latest."""
         self._candidates.pop(peer, None)
@@ -245,7 +261,7 @@ class Coordinator:
         if self.holder is not None:
             return float("inf")
         if self.plan is not None:
-            return self._limit if self._settles is None else min(self._settles, self._limit)
+            return min(time for time in (self._limit, self._settles, self._halts) if time is not None)
         return float("inf") if self.closes is None else self.closes
 
     def poll(self, now: float, view: View) -> list[Action]:
@@ -312,6 +328,9 @@ class Coordinator:
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
         members = coordinators(self._run, self._revision, fit, tag=self._tag)
+        length = self._length(fit)
+        holdings = {peer: fit[peer].holdings for peer in members}
+        sources, salvaged = salvage(members, holdings, length, self._max_weight)
         self._heard += 1
         plan = Plan(
             run=self._run,
@@ -323,7 +342,9 @@ class Coordinator:
             coordinator=self._peer,
             members=tuple(members),
             weights=tuple(fit[peer].weight for peer in members),
-            length=self._length(fit),
+            length=length,
+            sources=sources,
+            salvaged=salvaged,
         )
         self.plan = plan
         # Members notice stalls first; the limit is for those who notice nothing.
@@ -332,6 +353,8 @@ class Coordinator:
         )
         for peer in members:
             self._actions.append(Send(peer, Propose(plan)))
+            # Whoever accepts keeps nothing that the plan does not salvage.
+            self._candidates[peer] = attrs.evolve(self._candidates[peer], holdings=())
         self._release(previous, fit)
 
     def _release(self, previous: Plan | None, fit: Collection[PeerId]) -> None:
@@ -345,6 +368,9 @@ class Coordinator:
         waiting = set(plan.members) - self._holders
         if not waiting:
             self._finish(min(self._holders))
+            return
+        if self._halts is not None:
+            self._go_on(plan, now, view)
             return
         lost = waiting - self._candidates.keys()
         settled = self._settles is not None and now >= self._settles
@@ -367,17 +393,30 @@ class Coordinator:
         self._blamed |= culprits
         names = ", ".join(sorted(peer.short for peer in culprits or self._refused))
         self._actions.append(Aborted(plan, f"{names} {reason}"))
-        if not self._alone and plan.members != (self._peer,) and lost >= waiting - {self._peer}:
-            self._look_around(lost)
+        self._cut_off = plan.members != (self._peer,) and lost >= waiting - {self._peer}
+        self._halts = now + self._times.settle
+        for peer in self._left(plan):
+            self._actions.append(Send(peer, Halt(plan.ballot)))
+        self._go_on(plan, now, view)
+
+    def _left(self, plan: Plan) -> set[PeerId]:
+        """The members of a failed attempt that may be in the next one."""
+        return (set(plan.members) & self._candidates.keys()) - self._blamed
+
+    def _go_on(self, plan: Plan, now: float, view: View) -> None:
+        """After a failed attempt, once it is known what the members have of it."""
+        if self._holders:
+            self._finish(min(self._holders))
+        elif now < (self._halts or 0.0) and self._left(plan) - self._halted:
+            pass
+        elif self._cut_off and not self._alone:
+            # Whoever loses everybody at once has perhaps been away itself: it opens the window again, once a round.
+            blamed = self._blamed - set(plan.members)
+            self._reset()
+            self._blamed, self._alone = blamed, True
             self._collect(now, view)
         else:
             self._propose(now, view)
-
-    def _look_around(self, lost: set[PeerId]) -> None:
-        """Opens the window again, once a round. Whoever loses everybody at once has perhaps been away itself."""
-        blamed = self._blamed - lost
-        self._reset()
-        self._blamed, self._alone = blamed, True
 
     def _culprits(self, plan: Plan) -> set[PeerId]:
         """Who is at the root of the reports.

@@ -30,6 +30,7 @@ from protocol.round_messages import (
     Ahead,
     Completed,
     Failed,
+    Halted,
     Late,
     Led,
     Noted,
@@ -45,6 +46,7 @@ class Leadership:
 
     Args:
         revision: The revision that the round makes.
+        max_weight: The most that one peer's values may count.
         spawn: Starts a task of the round; does nothing once everything is being shut down.
         roster: Who can take part.
         patience: How long a round waits for members that are late; see `View`.
@@ -61,6 +63,7 @@ class Leadership:
         run: bytes,
         tag: str,
         times: RoundTimes,
+        max_weight: float,
         spawn: Callable[..., None],
         roster: Roster,
         patience: Callable[[], float],
@@ -74,7 +77,9 @@ class Leadership:
         self._spawn, self._roster = spawn, roster
         self._patience, self._base, self._notify, self._aborted = patience, base, notify, aborted
         self.acceptor = Acceptor(self._peer)
-        self.coordinator = Coordinator(run=run, tag=tag, revision=revision, peer=self._peer, times=times)
+        self.coordinator = Coordinator(
+            run=run, tag=tag, revision=revision, peer=self._peer, times=times, max_weight=max_weight
+        )
         self.opened: float | None = None
         """Until when peers that are not ready may still come, on trio's clock; None while nobody is ready."""
         self.attending: PeerId | None = None
@@ -219,7 +224,7 @@ class Leadership:
         previous, self._sessions[peer] = self._sessions.get(peer), session
         if previous is not None:
             previous.end()
-        candidate = Candidate(ready.weight, ready.length, ready.base, frozenset(ready.tried))
+        candidate = Candidate(ready.weight, ready.length, ready.base, frozenset(ready.tried), ready.holdings)
         self.coordinator.ready(peer, candidate, ready.ballot)
         self.wake()
         try:
@@ -235,7 +240,7 @@ class Leadership:
     async def _read(self, session: Session) -> None:
         peer, coordinator = session.line.peer, self.coordinator
         while True:
-            message = await session.line.receive(Accepted, Rejected, Failed, Completed)
+            message = await session.line.receive(Accepted, Rejected, Failed, Halted, Completed)
             if self._sessions.get(peer) is not session:
                 return
             match message:
@@ -245,6 +250,8 @@ class Leadership:
                     coordinator.rejected(peer, ballot, promised)
                 case Failed(ballot, suspect, progress):
                     coordinator.failed(peer, ballot, suspect, progress, trio.current_time())
+                case Halted(ballot, holdings):
+                    coordinator.halted(peer, ballot, holdings)
                 case Completed(ballot, plan_id):
                     coordinator.completed(peer, ballot, plan_id)
                     return

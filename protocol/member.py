@@ -19,7 +19,7 @@ from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.errors import Behind, Fork, PeerGone, RoundAborted, ShoalError
 from protocol.identity import PeerId
-from protocol.plan import Plan
+from protocol.plan import Ballot, Plan
 from protocol.round_messages import (
     Accepted,
     Ahead,
@@ -27,11 +27,14 @@ from protocol.round_messages import (
     Completed,
     Failed,
     Forked,
+    Halt,
+    Halted,
     Propose,
     Queued,
     Redirect,
     Rejected,
 )
+from protocol.salvage import Holding
 from protocol.sessions import Line
 from protocol.transfer import Transfer
 from protocol.wire import Message
@@ -56,6 +59,13 @@ class Work:
     attempts: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    last: Transfer | None = None
+    """The last attempt that was given up."""
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """What is reduced here by the attempts that were given up."""
+        return () if self.last is None else self.last.holdings()
 
     def count(self, transfer: Transfer) -> None:
         self.bytes_sent += transfer.bytes_sent
@@ -128,7 +138,7 @@ class Member:
             # A coordinator that is stuck says nothing; one that goes on for ever without a plan is no better.
             timeout = min(self._times.stall, news + self._patience - trio.current_time())
             message = await self._line.receive(
-                Queued, Propose, CallOff, Redirect, Ahead, Forked, timeout=max(0.0, timeout)
+                Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked, timeout=max(0.0, timeout)
             )
             if isinstance(message, Queued):
                 continue
@@ -136,6 +146,8 @@ class Member:
             match message:
                 case Propose(plan):
                     await self._follow(plan)
+                case Halt(ballot):
+                    await self._halt(ballot)
                 case CallOff():
                     await self._call_off(message)
                 case Redirect():
@@ -147,7 +159,8 @@ class Member:
                     raise Fork(self._line.peer, offer.revision - 1, ours=offer.base, theirs=base)
 
     async def _follow(self, plan: Plan) -> None:
-        refusal = self._acceptor.accept(plan, self._work.offer, self._line.peer)
+        holdings = self._work.holdings if self._transfer is None else self._transfer.holdings()
+        refusal = self._acceptor.accept(plan, self._work.offer, self._line.peer, holdings)
         if refusal is not None:
             await self._send(Rejected(plan.ballot, refusal.ballot, refusal.reason))
             return
@@ -157,6 +170,14 @@ class Member:
         self._transfer = self._begin(plan)
         self._nursery.start_soon(self._watch, self._transfer)
         await self._send(Accepted(plan.ballot))
+
+    async def _halt(self, ballot: Ballot) -> None:
+        if self._acceptor.completed:
+            return  # the coordinator is about to learn that
+        self._acceptor.renounce(ballot)
+        if self._acceptor.plan is None:
+            self._drop("the attempt has failed")
+        await self._send(Halted(ballot, self._work.holdings))
 
     async def _call_off(self, message: CallOff) -> None:
         if self._acceptor.completed:
@@ -210,6 +231,7 @@ class Member:
             return
         transfer.abort()
         self._acceptor.renounce(transfer.plan.ballot)
+        self._work.last = transfer
         self._work.count(transfer)
         self._report(transfer.plan, transfer.failure.reason if transfer.failure is not None else reason)
 

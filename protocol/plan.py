@@ -24,6 +24,9 @@ MAX_REVISION = 2**63 - 1
 MAX_ATTEMPT = 2**20
 """Far above what a round can need; a peer that claims more than half of it is not believed."""
 
+MAX_SALVAGED = 2**10
+"""Most parts that a plan takes over from earlier ones."""
+
 MAX_LENGTH = 2**40
 MAX_WEIGHT = 1e15
 
@@ -56,6 +59,42 @@ class Ballot:
 NO_BALLOT = Ballot(0, 0, PeerId(bytes(32)))
 
 
+@attrs.frozen
+class Source:
+    """What one plan has made of a part of the vector: the weighted mean over its members."""
+
+    plan: Hash
+    """The plan's id: all who hold the part with the same id hold the same bits."""
+    members: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    weights: Annotated[tuple[Weight, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.weights) != len(self.members):
+            raise ValueError("a source has one weight for each member")
+
+
+@attrs.frozen
+class Salvaged:
+    """Elements [start, stop) that an earlier plan has reduced: they are passed on, and not reduced again."""
+
+    start: Length
+    stop: Length
+    source: Annotated[int, Meta(ge=0, lt=MAX_SALVAGED)]
+    """Which of the plan's sources."""
+    holders: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """Places of the members that hold them, in order."""
+
+
+@attrs.frozen
+class Part:
+    """Elements [start, stop) of a result, and whose values they are the weighted mean of."""
+
+    start: int
+    stop: int
+    members: tuple[PeerId, ...]
+    weights: tuple[float, ...]
+
+
 def _check_members(_plan: Plan, _attribute: attrs.Attribute[tuple[PeerId, ...]], members: tuple[PeerId, ...]) -> None:
     if not members or len(set(members)) != len(members):
         raise ValueError("a plan has at least one member, and each of them once")
@@ -68,12 +107,22 @@ def _check_weights(plan: Plan, _attribute: attrs.Attribute[tuple[float, ...]], w
         raise ValueError(f"weights are numbers from 0 to {MAX_WEIGHT:g}")
 
 
+def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]], parts: tuple[Salvaged, ...]) -> None:
+    position, places = 0, set(range(len(plan.members)))
+    for part in parts:
+        if not position <= part.start < part.stop <= plan.length:
+            raise ValueError("salvaged parts are in order, and inside of the vector")
+        if part.source >= len(plan.sources) or not places.issuperset(part.holders):
+            raise ValueError("a salvaged part has a source, and members that hold it")
+        position = part.stop
+
+
 @attrs.frozen
 class Plan:
     """Who makes one revision of a run's state, and how. Fixed by the coordinator, the same for all members.
 
     Raises:
-        ValueError: Members are missing or doubled, or the weights do not fit them.
+        ValueError: Members are missing or doubled, the weights do not fit them, or salvaged parts overlap.
     """
 
     run: Hash
@@ -96,6 +145,11 @@ class Plan:
     tag: Tag = ""
     """Tells concurrent collectives of one run apart."""
     codec: Literal["fp32"] = "fp32"
+    sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_SALVAGED)] = ()
+    salvaged: Annotated[tuple[Salvaged, ...], Meta(max_length=MAX_SALVAGED)] = attrs.field(
+        default=(), validator=_check_salvaged
+    )
+    """What is left of earlier attempts, in order. The rest of the vector is reduced."""
 
     @property
     def ballot(self) -> Ballot:
@@ -112,6 +166,13 @@ class Plan:
         digest.update(struct.pack(">I", len(self.members)) + b"".join(self.members))
         digest.update(struct.pack(f">{len(self.weights)}d", *(weight + 0.0 for weight in self.weights)))
         digest.update(struct.pack(">QH", self.length, len(codec)) + codec)
+        digest.update(struct.pack(">I", len(self.sources)))
+        for source in self.sources:
+            digest.update(source.plan + struct.pack(">I", len(source.members)) + b"".join(source.members))
+            digest.update(struct.pack(f">{len(source.weights)}d", *(weight + 0.0 for weight in source.weights)))
+        for part in self.salvaged:
+            digest.update(struct.pack(">QQII", part.start, part.stop, part.source, len(part.holders)))
+            digest.update(struct.pack(f">{len(part.holders)}I", *part.holders))
         return digest.digest()
 
     @property
@@ -128,8 +189,27 @@ class Plan:
         return tuple(struct.unpack("<f", struct.pack("<f", weight / total))[0] for weight in self.weights)
 
     @property
+    def heaviest(self) -> float:
+        """The largest weight of anybody's values in any part."""
+        return max(max(weights) for weights in (self.weights, *(source.weights for source in self.sources)))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Whose values the result is made of, part by part, from the first element to the last."""
+        parts, position = [], 0
+        for salvaged in self.salvaged:
+            source = self.sources[salvaged.source]
+            if position < salvaged.start:
+                parts.append(Part(position, salvaged.start, self.members, self.weights))
+            parts.append(Part(salvaged.start, salvaged.stop, source.members, source.weights))
+            position = salvaged.stop
+        if position < self.length:
+            parts.append(Part(position, self.length, self.members, self.weights))
+        return tuple(parts)
+
+    @property
     def contributors(self) -> tuple[PeerId, ...]:
-        """The members whose values count."""
+        """The members whose values count, but for salvaged parts."""
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
 
 

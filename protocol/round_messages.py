@@ -13,12 +13,14 @@ from msgspec import Meta
 
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Hash, Length, Plan, Revision, Tag, Weight
+from protocol.salvage import MAX_HOLDINGS, Holding
 from protocol.transport import Address
 from protocol.wire import message
 
 MAX_TRIED = 32
 MAX_ADDRESSES = 8
 
+Holdings = Annotated[tuple[Holding, ...], Meta(max_length=MAX_HOLDINGS)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Reason = Annotated[str, Meta(max_length=200)]
 
@@ -37,6 +39,8 @@ class Ready:
     """The highest ballot that the member has accepted or renounced in this round."""
     tried: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_TRIED)]
     """Better placed coordinators that the member cannot reach: it is not to be sent to them."""
+    holdings: Holdings = ()
+    """What the member has of attempts under coordinators that were lost."""
 
 
 @message("round.queued")
@@ -100,6 +104,21 @@ class Failed:
     """The neighbour that it blames."""
     progress: Annotated[int, Meta(ge=0, le=2**40)]
     """Number of ring segments that had come in: whoever starved first has the least."""
+
+
+@message("round.halt")
+class Halt:
+    """The attempt with this ballot has failed: the member is to stop, and to say what it has of it."""
+
+    ballot: Ballot
+
+
+@message("round.halted")
+class Halted:
+    """The member has stopped, and carries out no plan up to this ballot any more."""
+
+    ballot: Ballot
+    holdings: Holdings
 
 
 @message("round.completed")

@@ -290,6 +290,7 @@ class Rounds:
             length=offer.length,
             ballot=leadership.acceptor.promised,
             tried=tuple(tried),
+            holdings=work.holdings,
         )
         patience = self._times.grace + self._times.slack
         patience += 2 * self._times.attempt(offer.length, len(self._roster.partners()) + 1)
@@ -351,7 +352,14 @@ class Rounds:
             self._sessions -= 1
 
     def _begin(self, plan: Plan, work: Work) -> Transfer:
-        transfer = Transfer(plan, work.values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
+        transfer = Transfer(
+            plan,
+            work.values,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            times=self._times,
+            previous=work.last,
+        )
         self._spawn(self._run_transfer, transfer)
         return transfer
 
@@ -407,6 +415,7 @@ class Rounds:
                 run=self._run,
                 tag=self._tag,
                 times=self._times,
+                max_weight=self._max_weight,
                 spawn=self._spawn,
                 roster=self._roster,
                 patience=lambda: self._reducing,
@@ -518,7 +527,7 @@ class Rounds:
                     raise Fork(peer, revision - 1, ours=ours, theirs=plan.base)
                 if self._length is not None and plan.length != self._length:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
-                if max(plan.weights) > self._max_weight:
+                if plan.heaviest > self._max_weight:
                     raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
                 mean = torch.empty(plan.length, dtype=torch.float32)
                 data = vector_bytes(mean)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import torch
@@ -21,6 +22,7 @@ from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.ring import Ring
 from protocol.round_messages import RingData
+from protocol.salvage import Holding
 
 MAX_PARKED = 32
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
@@ -104,10 +106,18 @@ class Transfer:
     Args:
         plan: The accepted plan, which includes this peer.
         values: This peer's values; only read.
+        previous: The attempt before, which has been aborted. What it leaves is used once it has ended.
     """
 
     def __init__(
-        self, plan: Plan, values: torch.Tensor, *, endpoint: Endpoint, inbox: RingInbox, times: RoundTimes
+        self,
+        plan: Plan,
+        values: torch.Tensor,
+        *,
+        endpoint: Endpoint,
+        inbox: RingInbox,
+        times: RoundTimes,
+        previous: Transfer | None = None,
     ) -> None:
         self.plan = plan
         self.settled = trio.Event()
@@ -118,19 +128,22 @@ class Transfer:
         self._values = values
         self._endpoint, self._inbox, self._times = endpoint, inbox, times
         self._place = plan.members.index(endpoint.peer_id)
+        self._previous = previous
         self._ring: Ring | None = None
+        self._begun = False
+        self._ended = trio.Event()
         self._progress = trio.Event()
         self._scope = trio.CancelScope()
 
     @property
     def complete(self) -> bool:
         """Whether every reduced element is here."""
-        return self._ring is not None and self._ring.complete
+        return self._ring is not None and self._ring.plan is self.plan and self._ring.complete
 
     @property
     def segments(self) -> int:
         """Number of segments that have come in."""
-        return 0 if self._ring is None else self._ring.received
+        return self._ring.received if self._ring is not None and self._ring.plan is self.plan else 0
 
     @property
     def mean(self) -> torch.Tensor:
@@ -141,24 +154,47 @@ class Transfer:
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
         self._scope.cancel()
+        if not self._begun:
+            self._ended.set()
+
+    async def ended(self) -> Ring | None:
+        """Waits until nothing is sent or received any more; returns the ring, or that of the attempt before."""
+        await self._ended.wait()
+        return self._ring if self._previous is None else await self._previous.ended()
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What is reduced here by now, by this attempt or those before."""
+        if self._previous is not None:
+            return self._previous.holdings()
+        return () if self._ring is None else self._ring.holdings()
 
     async def run(self) -> None:
         """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
         plan, times = self.plan, self._times
+        self._begun = True
         self._scope.deadline = trio.current_time() + times.attempt(plan.length, len(plan.members))
-        with self._scope:
-            if plan.length < IN_WORKER:
-                self._ring = Ring(plan, self._place, self._values)
-            else:
-                self._ring = await trio.to_thread.run_sync(Ring, plan, self._place, self._values)
-            if self._ring.complete:
-                self.settled.set()
-            if len(plan.members) > 1:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._send, self._ring, plan.members[(self._place + 1) % len(plan.members)])
-                    nursery.start_soon(self._receive, self._ring, plan.members[self._place - 1])
+        try:
+            with self._scope:
+                ring = await self._prepare()
+                if len(plan.members) > 1:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._send, ring, plan.members[(self._place + 1) % len(plan.members)])
+                        nursery.start_soon(self._receive, ring, plan.members[self._place - 1])
+        finally:
+            self._ended.set()
         if trio.current_time() >= self._scope.deadline:
             self._fail(plan.members[self._place - 1], "the attempt took too long")
+
+    async def _prepare(self) -> Ring:
+        """Makes the ring. It takes over the memory of the attempt before, which has to have ended for good."""
+        await trio.lowlevel.checkpoint()  # we may have been aborted, and somebody else may be using that memory
+        if self._previous is not None:
+            self._ring, self._previous = await self._previous.ended(), None
+        make = partial(Ring, self.plan, self._place, self._values, previous=self._ring)
+        self._ring = make() if self.plan.length < IN_WORKER else await trio.to_thread.run_sync(make)
+        if self._ring.complete:
+            self.settled.set()
+        return self._ring
 
     async def _send(self, ring: Ring, right: PeerId) -> None:
         plan = self.plan

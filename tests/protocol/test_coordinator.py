@@ -7,8 +7,9 @@ import pytest
 
 from protocol.coordinator import Aborted, Announce, Candidate, Coordinator, RoundTimes, Send, View
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, coordinators
-from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
+from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, Source, coordinators
+from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
+from protocol.salvage import Holding, Span
 
 RUN = bytes(32)
 PEERS = [PeerId(bytes([number]) * 32) for number in range(1, 6)]
@@ -25,6 +26,8 @@ class Table:
         self.live, self.base, self.arriving, self.patience = set(live), BASE, set(), 0.0
         self.now = 100.0
         self.log = []
+        self.holdings = {}  # what members say when they are told to halt
+        self.silent = set()  # members that say nothing then
 
     def poll(self, *, leading=True):
         view = View(
@@ -37,7 +40,10 @@ class Table:
         )
         actions = self.core.poll(self.now, view)
         self.log += actions
-        return actions
+        halting = {peer: halt.ballot for peer, halt in sent(actions, Halt).items() if peer not in self.silent}
+        for peer, ballot in halting.items():
+            self.core.halted(peer, ballot, self.holdings.get(peer, ()))
+        return actions + self.poll(leading=leading) if halting else actions
 
     def ready(self, *peers, weight=1.0, length=4, base=BASE, tried=(), heard=NO_BALLOT):
         for peer in peers:
@@ -461,3 +467,65 @@ def test_if_all_are_lost_the_coordinator_waits_for_who_comes():
     table.wait(12)
     assert table.plan.members == (A,)
     assert table.plan.attempt == 2
+
+
+def held(plan, *spans):
+    return (Holding(Source(plan.id, plan.members, plan.weights), tuple(Span(*span) for span in spans)),)
+
+
+def test_the_next_plan_takes_over_what_the_members_have():
+    table = Table()
+    first = table.start(US, A, B)
+    table.holdings = {US: held(first, (0, 2)), A: held(first, (1, 3))}
+    table.core.gone(B)
+    second = sent(table.poll(), Propose)[US].plan
+    assert second.sources == (Source(first.id, first.members, first.weights),)
+    assert [(part.start, part.stop) for part in second.salvaged] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_members_that_do_not_halt_are_waited_for_no_longer_than_reports():
+    table = Table()
+    first = table.start(US, A, B)
+    table.holdings, table.silent = {US: held(first, (0, 2))}, {A}
+    table.core.gone(B)
+    assert sent(table.poll(), Propose) == {}
+    second = sent(table.wait(TIMES.settle), Propose)[A].plan
+    assert set(second.members) == {US, A}
+    assert [(part.start, part.stop) for part in second.salvaged] == [(0, 2)]
+    table.core.halted(A, first.ballot, held(first, (0, 4)))  # too late
+    assert table.poll() == []
+
+
+def test_a_member_that_completes_while_others_halt_has_the_result():
+    table = Table()
+    first = table.start(US, A, B)
+    table.silent = {US, A}
+    table.core.gone(B)
+    assert set(sent(table.poll(), Halt)) == {US, A}
+    table.complete(A, plan=first)
+    assert sent(table.poll(), CallOff) == {US: CallOff(first.ballot, A)}
+
+
+def test_a_member_that_is_lost_while_others_halt_is_not_waited_for():
+    table = Table()
+    table.start(US, A, B)
+    table.silent = {A}
+    table.core.gone(B)
+    assert sent(table.poll(), Propose) == {}
+    table.core.gone(A)
+    assert sent(table.poll(), Propose)[US].plan.members == (US,)
+
+
+def test_a_new_coordinator_takes_over_what_the_old_one_left():
+    lost = Plan(
+        run=RUN, revision=1, attempt=1, rank=0, coordinator=C, members=(US, A, C), weights=(1.0, 1.0, 1.0), length=4
+    )
+    table = Table(live=[US, A])
+    for peer, spans in ((US, (0, 1)), (A, (0, 3))):
+        table.core.ready(peer, Candidate(1.0, 4, BASE, frozenset({C}), held(lost, spans)), lost.ballot)
+    plan = sent(table.poll(), Propose)[A].plan
+    places = {peer: place for place, peer in enumerate(plan.members)}
+    assert [(part.start, part.stop, part.holders) for part in plan.salvaged] == [
+        (0, 1, (0, 1)),
+        (1, 3, (places[A],)),
+    ]

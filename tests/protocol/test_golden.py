@@ -25,8 +25,9 @@ from protocol.mux import Mux
 from protocol.mux_stream import MuxLimits, MuxStream
 from protocol.noise import Handshake
 from protocol.pieces import Piece
-from protocol.plan import NO_BALLOT, Ballot, Plan
+from protocol.plan import NO_BALLOT, Ballot, Plan, Salvaged, Source
 from protocol.records import RecordWriter
+from protocol.salvage import Holding, Span
 from protocol.transport import Address
 
 ONES, TWOS = b"\x11" * 32, b"\x22" * 32
@@ -45,6 +46,8 @@ PLAN = Plan(
     length=1_000_000,
     base=TWOS,
 )
+SOURCE = Source(ONES, (BOB,), (1.0,))
+SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
@@ -77,8 +80,8 @@ MESSAGES = {
     dht.Fetch(ONES, b""): "93 a96468742e6665746368 c420 11*32 c400",
     dht.Fetched((COPY,), True): "93 ab6468742e66657463686564 91 92 c406 7265636f7264 cb3ff8000000000000 c3",
     round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,)): (
-        "99 ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 91 c420 bb*32"
+        "9a ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90"
     ),
     round_messages.Queued(): "91 ac726f756e642e717565756564",
     round_messages.Redirect(BOB, (HOME,)): (
@@ -87,8 +90,18 @@ MESSAGES = {
     round_messages.Ahead(300, BOB): "93 ab726f756e642e6168656164 cd012c c420 bb*32",
     round_messages.Forked(TWOS): "92 ac726f756e642e666f726b6564 c420 22*32",
     round_messages.Propose(PLAN): (
-        "92 ad726f756e642e70726f706f7365 9b c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
-        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332"
+        "92 ad726f756e642e70726f706f7365 9d c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90"
+    ),
+    round_messages.Propose(SALVAGING): (
+        "92 ad726f756e642e70726f706f7365 9d c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 "
+        "91 93 c420 11*32 91 c420 bb*32 91 cb3ff0000000000000 91 94 05 cd012c 00 92 00 01"
+    ),
+    round_messages.Halt(BALLOT): "92 aa726f756e642e68616c74 93 02 01 c420 aa*32",
+    round_messages.Halted(BALLOT, (Holding(SOURCE, (Span(5, 300),)),)): (
+        "93 ac726f756e642e68616c746564 93 02 01 c420 aa*32 "
+        "91 92 93 c420 11*32 91 c420 bb*32 91 cb3ff0000000000000 91 92 05 cd012c"
     ),
     round_messages.Accepted(BALLOT): "92 ae726f756e642e6163636570746564 93 02 01 c420 aa*32",
     round_messages.Rejected(BALLOT, NO_BALLOT, "no"): (
@@ -107,8 +120,8 @@ MESSAGES = {
     round_messages.RingData(ONES, "", TWOS): "94 a972696e672e64617461 c420 11*32 a0 c420 22*32",
     round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",
     round_messages.Result(PLAN): (
-        "92 ac726f756e642e726573756c74 9b c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
-        "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332"
+        "92 ac726f756e642e726573756c74 9d c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
+        "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90"
     ),
     membership.Hello(
         ONES, membership.StatusClaim(1, None, False)
@@ -185,8 +198,8 @@ def test_records_of_the_dht():
 
 
 def test_plan_ids():
-    assert PLAN.id.hex() == "b87576c61a064fe0235ca669d7946084c71a7ac36b8fd64aaf178377252e71f7"
-    assert attrs.evolve(PLAN, tag="tag").id.hex() == "e05630e885b3972d2553aeb885079c48cfd5843a787fd4ac8664b2f6207d398a"
+    assert PLAN.id.hex() == "bdfa5db07d9537d828542e547d1d68b1104eefa77539e2fae21db5e9ccc87839"
+    assert attrs.evolve(PLAN, tag="tag").id.hex() == "391d1caefdcfec8637e11e2479a3c9381e7d1c2f4bcb6a09cd78465340075741"
 
 
 def test_handshake_and_records_with_fixed_keys():

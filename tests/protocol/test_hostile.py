@@ -19,20 +19,12 @@ from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address
 from protocol.wire import message
-
-
-@message("test.echo")
-class Echo:
-    text: str
+from tests.protocol.messages import Echo, echo
 
 
 @message("test.pull")
 class Pull:
     size: int
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 @attrs.define

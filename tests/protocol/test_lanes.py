@@ -15,7 +15,7 @@ from protocol.channel import LANE_OPENING
 from protocol.connection import Limits
 from protocol.errors import PeerGone, PeerUnreachable, ProtocolError
 from protocol.frames import Kind, pack
-from protocol.lane import NONCE_SIZE, STALL, TOKEN_SIZE, call
+from protocol.lane import LARGEST_PIECE, NONCE_SIZE, STALL, TOKEN_SIZE, call
 from protocol.lane_policy import IDLE, MAX_LANES
 from protocol.lanes import CALL_TIMEOUT
 from protocol.memory import MemoryNetwork
@@ -245,6 +245,24 @@ async def test_a_lane_that_stalls_is_given_up(connect, nursery, autojump_clock):
     assert await pair.push() == DIGEST
     assert STALL < trio.current_time() - began < 4 * STALL
     assert len(pair.ours.lanes) == 1
+
+
+async def test_a_peer_that_acknowledges_nothing_makes_us_keep_little(connect, nursery, autojump_clock):
+    window = 1 << 21
+    pair = await connect(window=window)
+    await pair.open_lanes(4)
+    pair.theirs.mux.acknowledge = lambda lane, pieces: None
+    most = 0
+
+    async def watch():
+        nonlocal most
+        while True:
+            await trio.sleep(0.01)
+            most = max(most, sum(lane.outbox.size for lane in pair.ours.lanes._lanes.values()))
+
+    nursery.start_soon(watch)
+    assert await pair.push() == DIGEST  # lanes are given up, one after the other
+    assert 1e6 < most < 2 * window + LARGEST_PIECE
 
 
 async def test_lanes_are_tried_again_after_a_while(connect, autojump_clock):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.identity import PeerId
-from protocol.plan import NO_BALLOT, Ballot, Plan, coordinators, rank_of
+from protocol.plan import NO_BALLOT, Ballot, Part, Plan, Salvaged, Source, coordinators, rank_of
 from protocol.round_messages import Propose
 from protocol.wire import decode, encode
 
@@ -22,6 +22,9 @@ RUN = bytes(range(32))
 
 def peer(number: int) -> PeerId:
     return PeerId(number.to_bytes(32, "big"))
+
+
+SOURCE = Source(bytes(range(32)), (peer(3),), (2.0,))
 
 
 def plan(**changes) -> Plan:
@@ -43,7 +46,11 @@ def test_id_is_that_of_the_documented_encoding():
     encoding = b"shoal-plan-v1" + RUN + struct.pack(">H", 0) + struct.pack(">Q", 3) + bytes(32)
     encoding += struct.pack(">II", 1, 0) + bytes(peer(1)) + struct.pack(">I", 2) + members
     encoding += struct.pack(">dd", 1.0, 3.0) + struct.pack(">QH", 10, 4) + b"fp32"
-    assert plan().id == hashlib.sha256(encoding).digest()
+    assert plan().id == hashlib.sha256(encoding + bytes(4)).digest()
+    encoding += struct.pack(">I", 1) + bytes(range(32)) + struct.pack(">I", 1) + bytes(peer(3)) + struct.pack(">d", 2.0)
+    encoding += struct.pack(">QQII", 4, 9, 0, 2) + struct.pack(">II", 0, 1)
+    salvaging = plan(sources=(SOURCE,), salvaged=(Salvaged(4, 9, 0, (0, 1)),))
+    assert salvaging.id == hashlib.sha256(encoding).digest()
 
 
 CHANGES = {
@@ -57,6 +64,7 @@ CHANGES = {
     "members": (peer(2), peer(1)),
     "weights": (3.0, 1.0),
     "length": 11,
+    "sources": (SOURCE,),
 }
 
 
@@ -66,7 +74,58 @@ def test_id_depends_on_every_field(field):
 
 
 def test_every_field_is_covered_by_the_test_above():
-    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec"}
+    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec", "salvaged"}
+
+
+def test_id_depends_on_what_is_salvaged():
+    part = Salvaged(4, 9, 0, (0, 1))
+    other = attrs.evolve(SOURCE, plan=bytes(32))
+    plans = [
+        plan(sources=(SOURCE, other), salvaged=salvaged)
+        for salvaged in [
+            (),
+            (part,),
+            (attrs.evolve(part, start=5),),
+            (attrs.evolve(part, stop=10),),
+            (attrs.evolve(part, source=1),),
+            (attrs.evolve(part, holders=(1,)),),
+        ]
+    ]
+    assert len({each.id for each in plans}) == len(plans)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Salvaged(4, 9, 1, (0,))],  # no such source
+        [Salvaged(4, 9, 0, (2,))],  # no such place
+        [Salvaged(4, 11, 0, (0,))],
+        [Salvaged(4, 4, 0, (0,))],
+        [Salvaged(4, 9, 0, (0,)), Salvaged(8, 10, 0, (0,))],
+        [Salvaged(4, 9, 0, (0,)), Salvaged(1, 2, 0, (0,))],
+    ],
+)
+def test_impossible_salvage_is_refused(parts):
+    with pytest.raises(ValueError, match="salvaged"):
+        plan(sources=(SOURCE,), salvaged=tuple(parts))
+
+
+def test_a_source_has_one_weight_for_each_member():
+    with pytest.raises(ValueError, match="one weight"):
+        Source(bytes(32), (peer(1), peer(2)), (1.0,))
+
+
+def test_parts_say_whose_values_the_result_is_made_of():
+    one = plan(sources=(SOURCE,), salvaged=(Salvaged(0, 2, 0, (0,)), Salvaged(4, 9, 0, (0, 1))))
+    rest = (one.members, one.weights)
+    assert one.parts == (
+        Part(0, 2, SOURCE.members, SOURCE.weights),
+        Part(2, 4, *rest),
+        Part(4, 9, SOURCE.members, SOURCE.weights),
+        Part(9, 10, *rest),
+    )
+    assert one.heaviest == 3.0
+    assert plan().parts == (Part(0, 10, *rest),)
 
 
 @pytest.mark.parametrize(

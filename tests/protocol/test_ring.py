@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.identity import PeerId
-from protocol.plan import Plan
-from protocol.ring import Ring, partition, receives, reference, sends, vector_bytes
+from protocol.plan import Plan, Salvaged, Source
+from protocol.ring import Ring, Schedule, partition, reference, vector_bytes
+from protocol.salvage import salvage
 
 
 def make_plan(weights: list[float], length: int) -> Plan:
@@ -71,22 +73,22 @@ def test_partitions_tile_the_vector(length, size):
 @settings(deadline=None)
 @given(lengths, sizes, st.integers(1, 20))
 def test_what_is_received_is_forwarded(length, size, piece):
+    schedule = Schedule(make_plan([1.0] * size, length), piece=piece)
     for place in range(size):
-        outgoing = list(sends(length, size, place, piece=piece))
-        incoming = list(receives(length, size, place, piece=piece))
-        first, end = partition(length, size, place)
-        own = -(-(end - first) // piece) if size > 1 else 0
-        bounds = [(s.start, s.stop) for s in outgoing]
-        assert bounds[own:] == [(s.start, s.stop) for s in incoming][: len(outgoing) - own]
-        assert all(s.stop - s.start <= piece for s in outgoing)
+        for step in range(1, schedule.steps):
+            incoming = [(s.start, s.stop) for s in schedule.receives(place, step - 1)]
+            outgoing = [(s.start, s.stop) for s in schedule.sends(place, step)]
+            assert incoming == outgoing
+            assert all(stop - start <= piece for start, stop in outgoing)
 
 
 @settings(deadline=None)
 @given(lengths, sizes, st.integers(1, 20))
 def test_every_element_is_received_twice_but_for_the_ends_of_its_chain(length, size, piece):
     added, stored = torch.zeros(size, length), torch.zeros(size, length)
-    for place in range(size):
-        for segment in receives(length, size, place, piece=piece):
+    schedule = Schedule(make_plan([1.0] * size, length), piece=piece)
+    for place, step in itertools.product(range(size), range(schedule.steps)):
+        for segment in schedule.receives(place, step):
             (added if segment.add else stored)[place, segment.start : segment.stop] += 1
     # Every element is added at all places but where its chain begins, and stored at all but where it ended.
     assert (added.sum(0) == size - 1).all()
@@ -110,7 +112,7 @@ def test_all_members_end_with_the_bits_of_the_reference(weights, length, piece, 
     plan = make_plan(weights, length)
     random = data.draw(st.randoms(use_true_random=False))
     means = run_ring(plan, inputs, piece, random.choice)
-    expected = reference(plan, inputs)
+    expected = reference(plan, dict(zip(plan.members, inputs, strict=True)))
     for mean in means:
         assert bytes(vector_bytes(mean)) == bytes(vector_bytes(expected))
     for values, copy in zip(inputs, before, strict=True):
@@ -122,10 +124,102 @@ def test_all_members_end_with_the_bits_of_the_reference(weights, length, piece, 
     torch.testing.assert_close(expected.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@settings(deadline=None, max_examples=300)
+@given(size=st.integers(2, 6), length=st.integers(0, 40), piece=st.integers(1, 9), data=st.data())
+def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(size, length, piece, data):
+    """Members are lost one after the other, each at any moment of an attempt; the last attempt is complete."""
+    random = data.draw(st.randoms(use_true_random=False))
+    plan = make_plan([random.choice([0.0, 1.0, 2.5]) for _ in range(size)], length)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    inputs = {peer: torch.randn(length, generator=generator) for peer in plan.members}
+    plans, kept = {plan.id: plan}, {}
+    while True:
+        rings = interrupted(plan, inputs, kept, piece, random, data.draw(st.integers(0, 200)))
+        if all(ring.complete for ring in rings.values()):
+            break
+        kept = dict(rings)
+        if len(kept) > 1:
+            del kept[random.choice(sorted(kept))]
+        held = {peer: ring.holdings() for peer, ring in kept.items()}
+        for peer, holdings in held.items():
+            for holding, span in ((h, s) for h in holdings for s in h.spans):
+                expected = reference(plans[holding.source.plan], inputs, plans)[span.start : span.stop]
+                assert bytes(vector_bytes(kept[peer].mean[span.start : span.stop])) == bytes(vector_bytes(expected))
+        members = sorted(kept, key=lambda peer: random.random())
+        weights = dict(zip(plan.members, plan.weights, strict=True))
+        sources, salvaged = salvage(members, held, length)
+        covered = {n for holdings in held.values() for h in holdings for s in h.spans for n in range(s.start, s.stop)}
+        assert covered == {n for part in salvaged for n in range(part.start, part.stop)}
+        plan = attrs.evolve(
+            plan,
+            attempt=plan.attempt + 1,
+            members=tuple(members),
+            weights=tuple(weights[peer] for peer in members),
+            sources=sources,
+            salvaged=salvaged,
+        )
+        plans[plan.id] = plan
+    expected = bytes(vector_bytes(reference(plan, inputs, plans)))
+    assert {bytes(vector_bytes(ring.mean)) for ring in rings.values()} == {expected}
+
+
+def interrupted(plan, inputs, kept, piece, random, steps):
+    """The rings of all members after so many moves (or all), in random order."""
+    rings = {
+        peer: Ring(plan, place, inputs[peer], previous=kept.get(peer), piece=piece)
+        for place, peer in enumerate(plan.members)
+    }
+    line, sent, wires = list(rings.values()), [0] * len(rings), [[] for _ in rings]
+    for _ in range(steps if steps < 150 else 10**6):
+        moves = [("send", place) for place in range(len(line)) if sent[place] < line[place].sendable]
+        moves += [("receive", place) for place in range(len(line)) if wires[place - 1]]
+        if not moves:
+            break
+        kind, place = random.choice(moves)
+        if kind == "send":
+            wires[place].append(bytes(line[place].segment(sent[place])))
+            sent[place] += 1
+        else:
+            line[place].target()[:] = wires[place - 1].pop(0)
+            line[place].filled()
+    return rings
+
+
+def test_only_what_is_missing_is_sent_again():
+    """All but the last step is done when one of three is lost: what the others hold is not sent to them again."""
+    plan = make_plan([1.0, 1.0, 1.0], 6)
+    inputs = {peer: torch.arange(6.0) * (number + 1) for number, peer in enumerate(plan.members)}
+    schedule = Schedule(plan, piece=2)
+    done = sum(1 for step in range(schedule.steps) for _ in schedule.sends(0, step))
+    assert done == 4
+    rings = {peer: Ring(plan, place, inputs[peer], piece=2) for place, peer in enumerate(plan.members)}
+    line = list(rings.values())
+    for number in range(3):
+        data = [bytes(ring.segment(number)) for ring in line]
+        for place, ring in enumerate(line):
+            ring.target()[:] = data[place - 1]
+            ring.filled()
+    survivors = plan.members[:2]
+    sources, salvaged = salvage(survivors, {peer: rings[peer].holdings() for peer in survivors}, 6)
+    assert [(part.start, part.stop, part.holders) for part in salvaged] == [(0, 2, (0,)), (2, 4, (0, 1)), (4, 6, (1,))]
+    second = attrs.evolve(plan, attempt=2, members=survivors, weights=(1.0, 1.0), sources=sources, salvaged=salvaged)
+    third = [Ring(second, place, inputs[peer], previous=rings[peer], piece=2) for place, peer in enumerate(survivors)]
+    assert [(ring.outgoing, ring.incoming) for ring in third] == [(1, 1), (1, 1)]
+
+
+def test_a_plan_that_relies_on_what_a_member_does_not_hold_is_refused():
+    plan = make_plan([1.0, 1.0], 4)
+    source = Source(bytes(32), plan.members, plan.weights)
+    relying = attrs.evolve(plan, sources=(source,), salvaged=(Salvaged(0, 2, 0, (0,)),))
+    with pytest.raises(ValueError, match="does not hold"):
+        Ring(relying, 0, torch.zeros(4))
+    Ring(relying, 1, torch.zeros(4))
+
+
 @pytest.mark.parametrize("dtype", [int, float, lambda w: torch.tensor(w, dtype=torch.float64).item()])
 def test_weights_of_any_number_type(dtype):
     plan = make_plan([float(dtype(1)), float(dtype(3))], 3)
-    mean = reference(plan, [torch.zeros(3), torch.full((3,), 4.0)])
+    mean = reference(plan, dict(zip(plan.members, [torch.zeros(3), torch.full((3,), 4.0)], strict=True)))
     assert mean.tolist() == [3.0, 3.0, 3.0]
 
 

@@ -17,7 +17,9 @@ from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
 from protocol.errors import Behind, Fork, RoundAborted, ShoalError
 from protocol.identity import Identity, PeerId
+from protocol.member import Work
 from protocol.memory import MemoryNetwork
+from protocol.plan import Plan
 from protocol.ring import reference, vector_bytes
 from protocol.round_messages import RingData
 from protocol.rounds import RoundEvent, Rounds
@@ -66,8 +68,9 @@ class Peer:
             RUN,
             settings=swarm.times,
             roster=self,
-            report=self.events.append,
+            report=self._report,
         )
+        self._begin, self.rounds._begin = self.rounds._begin, self._note
         self.revision = 0
         self.digest = FOUNDED
         self.chain = {0: FOUNDED}  # digest by revision, of the branch that this peer is on
@@ -96,6 +99,11 @@ class Peer:
 
     def doubt(self, peer: PeerId, seconds: float) -> None:
         """Nothing: the swarm's own doubts are about states."""
+
+    def _note(self, plan: Plan, work: Work) -> Transfer:
+        """Begins an attempt, as the peer would, and remembers the plan: others may salvage from it."""
+        self.swarm.plans[plan.id] = plan
+        return self._begin(plan, work)
 
     def values(self, revision: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * revision + self.number)
@@ -191,7 +199,14 @@ class Peer:
         original = self.rounds._begin
 
         def begin(plan, work):
-            return Transfer(plan, work.values, endpoint=self.endpoint, inbox=self.rounds._inbox, times=self.swarm.times)
+            return Transfer(
+                plan,
+                work.values,
+                endpoint=self.endpoint,
+                inbox=self.rounds._inbox,
+                times=self.swarm.times,
+                previous=work.last,
+            )
 
         self.rounds._begin = begin
 
@@ -203,6 +218,15 @@ class Peer:
     def _move(self) -> None:
         self.moved.set()
         self.moved = trio.Event()
+
+    def _report(self, event: RoundEvent) -> None:
+        self.events.append(event)
+        self._move()
+
+    async def enter(self, revision: int) -> None:
+        """Waits until this peer takes part in an attempt at a revision."""
+        while not any(event.event == "round_started" and event.round == revision for event in self.events):
+            await self.moved.wait()
 
     async def reach(self, revision: int) -> None:
         while self.revision < revision:
@@ -242,6 +266,8 @@ class Swarm:
         self.training_time: Callable[[Peer, int], float] = lambda peer, revision: 1.0 + 0.01 * peer.number
         self.weight: Callable[[Peer], float] = lambda peer: float(peer.number + 1)
         self.peers: list[Peer] = [Peer(self, number) for number in range(count)]
+        self.plans: dict[bytes, Plan] = {}
+        """All that anybody has carried out, by id."""
         self.last: int | None = None
         """The last revision that peers make; afterwards they rest."""
 
@@ -299,8 +325,9 @@ class Swarm:
         for peer in self.peers:
             for revision, reduced in peer.results.items():
                 assert reduced.plan.revision == revision
-                inputs = [self.by_id(member).values(revision) for member in reduced.plan.members]
-                assert bits(reduced.mean) == bits(reference(reduced.plan, inputs)), "not the mean of its contributors"
+                inputs = {member.id: member.values(revision) for member in self.peers}
+                expected = reference(reduced.plan, inputs, self.plans)
+                assert bits(reduced.mean) == bits(expected), "not the mean of its contributors"
         self._check_agreement()
 
     def _check_agreement(self) -> None:

@@ -50,6 +50,30 @@ async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):
         swarm.check()
 
 
+@pytest.mark.parametrize(("wait", "kept"), [(0.2, 0.0), (0.8, 0.75), (1.1, 1.0)])
+@pytest.mark.parametrize("victim", ["coordinator", "member"])
+async def test_what_was_reduced_before_a_death_is_not_reduced_again(autojump_clock, swarm_of, victim, wait, kept):
+    """The ring takes 1.7 s, of which the second half passes on what is reduced."""
+    async with swarm_of(4, length=8000, bandwidth=40_000) as swarm:
+        await swarm.progress(1, within=30)
+        dead = ranked(swarm, 2)[RUN_ORDER.index(victim)]
+        for peer in swarm.peers:
+            await peer.enter(2)
+        await trio.sleep(wait)
+        swarm.kill(dead)
+        killed = trio.current_time()
+        await swarm.progress(2, within=60)
+        took = trio.current_time() - killed
+        plans = {peer.results[2].plan.id: peer.results[2].plan for peer in swarm.alive}
+        (plan,) = plans.values()
+        assert plan.attempt == 2
+        assert dead.id not in plan.members
+        salvaged = [part for part in plan.parts if dead.id in part.members]
+        assert sum(part.stop - part.start for part in salvaged) == kept * 8000
+        assert (took < 1.4) == (kept > 0)
+        swarm.check()
+
+
 @pytest.mark.parametrize("phase", range(0, 24, 3))
 @pytest.mark.parametrize("victims", [(0, 1), (0, 3), (1, 2), (0, 1, 2)])
 async def test_several_are_killed(autojump_clock, swarm_of, victims, phase):
