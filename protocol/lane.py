@@ -170,7 +170,7 @@ class LaneGroup(Protocol):
         """So many bytes of bulk data were handed over."""
 
     def pace(self) -> None:
-        """Something was handed over, or there is nothing to hand over: the time to decide the rate."""
+        """Something was handed over: the time to decide the rate."""
 
 
 class Lane:
@@ -291,7 +291,7 @@ class Lane:
         upload = self._owner.upload
         while True:
             if self.resting or not self._mux.pieces_waiting:
-                self._group.pace()
+                self._group.pacer.pause()
                 self.channel.release()
                 await self._wake.park()
             elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._group.has_room():

@@ -147,7 +147,7 @@ class Lanes:
             self.kick()
 
     def pace(self) -> None:
-        """Decides the rate from time to time. Called after each write, and when there is nothing to write."""
+        """Decides the rate from time to time. Called after each write."""
         main, pacer, now = self._main, self.pacer, trio.current_time()
         if not (main.mux.bulk_waiting or main.mux.pieces_waiting):
             pacer.pause()
