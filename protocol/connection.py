@@ -419,7 +419,7 @@ class Connection:
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
-                self.lanes.pacer.pause()
+                self.lanes.pause()
                 await self._wake.park()
         return False
 

@@ -172,6 +172,9 @@ class LaneGroup(Protocol):
     def pace(self) -> None:
         """Something was handed over: the time to decide the rate."""
 
+    def pause(self) -> None:
+        """There is nothing to hand over here."""
+
 
 class Lane:
     """A lane in use. `run` must run for anything to move.
@@ -291,7 +294,7 @@ class Lane:
         upload = self._owner.upload
         while True:
             if self.resting or not self._mux.pieces_waiting:
-                self._group.pacer.pause()
+                self._group.pause()
                 self.channel.release()
                 await self._wake.park()
             elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._group.has_room():

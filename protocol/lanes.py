@@ -149,8 +149,7 @@ class Lanes:
     def pace(self) -> None:
         """Decides the rate from time to time. Called after each write."""
         main, pacer, now = self._main, self.pacer, trio.current_time()
-        if not (main.mux.bulk_waiting or main.mux.pieces_waiting):
-            pacer.pause()
+        self.pause()
         if not pacer.due(now):
             return
         for channel in self._channels():
@@ -164,6 +163,11 @@ class Lanes:
         pacer.update(now, LineState(rtt, acked))
         for channel in channels:
             channel.pace(pacer.rate / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
+
+    def pause(self) -> None:
+        """Tells the pacer if there is no bulk data to send, on no connection."""
+        if not (self._main.mux.bulk_waiting or self._main.mux.pieces_waiting):
+            self.pacer.pause()
 
     async def welcome(self, stream: ByteStream, number: int, nonce: bytes) -> None:
         """Somebody has dialled us who says that it is for a lane of this connection.
