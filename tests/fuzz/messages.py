@@ -40,7 +40,7 @@ _PCP = struct.pack(">BBxBII12x12sBxxxHH16s", 2, 0x81, 0, 3600, 9, _NONCE, 6, 707
 def run(data: bytes) -> None:
     """Decoding is strict: bytes are the one encoding of a valid message, or a `ProtocolError` that can be shown."""
     choices = Choices(data)
-    encoded = choices.of((bytes, bytearray))(_mangled(choices, choices.of(_EXAMPLES)))
+    encoded = choices.of((bytes, bytearray))(mangled(choices, choices.of(_EXAMPLES)))
     try:
         message = wire.decode(encoded, TYPES)
     except ProtocolError as error:
@@ -55,7 +55,7 @@ def run(data: bytes) -> None:
 def records(data: bytes) -> None:
     """The same of the DHT's records, whose signature cannot survive a change."""
     choices = Choices(data)
-    encoded = _mangled(choices, _RECORD.encoded)
+    encoded = mangled(choices, _RECORD.encoded)
     try:
         record = Record.decode(encoded)
     except ProtocolError as error:
@@ -69,7 +69,7 @@ def records(data: bytes) -> None:
 def tickets(data: bytes) -> None:
     """A ticket that somebody made up is the ticket that its text is the one encoding of, or a `TicketError`."""
     choices = Choices(data)
-    body = _mangled(choices, from_base32(_TICKET.encode().removeprefix(PREFIX))[5:])
+    body = mangled(choices, from_base32(_TICKET.encode().removeprefix(PREFIX))[5:])
     body = bytes([choices.of((1, 1, 1, 2))]) + body
     text = PREFIX + to_base32(hashlib.sha256(body).digest()[:4] + body)
     if choices.one_in(8):
@@ -201,7 +201,7 @@ def _presentable(error: Exception) -> None:
     assert len(str(error)) <= _LONGEST_ERROR
 
 
-def _mangled(choices: Choices, example: bytes) -> bytes:
+def mangled(choices: Choices, example: bytes) -> bytes:
     """Bytes with a history: of a valid encoding, mostly, in which values or bytes were replaced."""
     if choices.one_in(16):
         return choices.take(4096)

@@ -22,7 +22,7 @@ from tests.fuzz.choices import Choices
 
 RUN = b"r" * 32
 _ELEMENTS = 262_144 + 100  # two ranges
-_STATE = CommittedState.genesis(RUN, OuterState(torch.arange(_ELEMENTS, dtype=torch.float32), {}))
+STATE = CommittedState.genesis(RUN, OuterState(torch.arange(_ELEMENTS, dtype=torch.float32), {}))
 _DONORS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 4))
 
 
@@ -38,7 +38,7 @@ async def _run(choices: Choices) -> None:
         state = await fetch_state(
             cast(Endpoint, donors),
             RUN,
-            _STATE.tip,
+            STATE.tip,
             _DONORS[: 1 + choices.number(2)],
             elements=_ELEMENTS,
             buffers=(),
@@ -47,9 +47,9 @@ async def _run(choices: Choices) -> None:
     except SyncFailed as error:
         assert donors.lied, error
         return
-    assert state.header == _STATE.header
-    assert state.leaves == _STATE.leaves
-    assert torch.equal(state.outer.parameters, _STATE.outer.parameters)
+    assert state.header == STATE.header
+    assert state.leaves == STATE.leaves
+    assert torch.equal(state.outer.parameters, STATE.outer.parameters)
     assert sum(received) == 4 * _ELEMENTS
 
 
@@ -68,7 +68,7 @@ class _Donors:
         yield self._describe() if isinstance(request, DescribeRequest) else self._range(cast(RangeRequest, request))
 
     def _describe(self) -> _Answer:
-        header, leaves = _STATE.header, b"".join(_STATE.leaves)
+        header, leaves = STATE.header, b"".join(STATE.leaves)
         said = Description(
             header.revision, header.previous, header.plan, header.weight, header.root, (), _ELEMENTS
         )
@@ -89,7 +89,7 @@ class _Donors:
         return _Answer(self._choices, said, self._changed(leaves))
 
     def _range(self, request: RangeRequest) -> _Answer:
-        content = b"".join(read_range(_STATE.outer, request.leaf * merkle.LEAF, merkle.LEAF))
+        content = b"".join(read_range(STATE.outer, request.leaf * merkle.LEAF, merkle.LEAF))
         length = self._choices.boundary() % 2**48 if self._lies() else len(content)
         return _Answer(self._choices, RangeReply(length), self._changed(content))
 

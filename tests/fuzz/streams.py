@@ -47,7 +47,6 @@ class Side:
                     self.mux.grant(stream, count)
                 case Reset(stream):
                     self.forget(stream.id)
-        self.collect()
 
     def send(self, budget: int = _LARGE, bulk: int = _LARGE) -> list[bytes]:
         batch = self.mux.take(budget, bulk)
@@ -56,7 +55,9 @@ class Side:
         return [bytes(record) for record in batch.records]
 
     def act(self, choices: Choices) -> None:
-        """The user does one thing."""
+        """The user does one thing, and perhaps those who wait with a buffer get their turn."""
+        if choices.one_in(2):
+            self.collect()
         if not self.streams or choices.one_in(6):
             if len(self.streams) < LIMITS.max_streams // 2:
                 self.open(bulk=choices.one_in(2))
@@ -109,7 +110,7 @@ class Side:
             self.mux.widen(stream)
             self.buffers[stream.id] = bytearray(_GUARD + bytes(size) + _GUARD)
             stream.wanted = memoryview(self.buffers[stream.id])[len(_GUARD) : -len(_GUARD)]
-            self.collect()
+            self.collect()  # nobody waits for what is there
 
     def collect(self) -> None:
         """What whoever waits with a buffer does: moves on what was kept elsewhere, and ends when it is full."""
@@ -248,6 +249,7 @@ def _settle(sides: list[Side], wires: list[deque[bytes]]) -> None:
     """Everybody reads and sends until nothing is left to send."""
     for _ in range(1000):
         for number, side in enumerate(sides):
+            side.collect()
             for stream in tuple(side.streams.values()):
                 side.consume(stream)
                 if stream.id in side.buffers:

@@ -55,7 +55,7 @@ def store(data: bytes) -> None:
         after = held.get(*place, now)
         if before is not None:
             assert after is not None
-            assert after.record.sequence >= before.record.sequence
+            assert after.record == before.record or after.record.sequence > before.record.sequence
         if verdict is Verdict.STORED:
             assert record.verify()
             newest[place] = record
