@@ -110,7 +110,9 @@ def run_fuzzer(name: str, seconds: int, seed: int, output: Path) -> str:
     ]
     command = [sys.executable, __file__, CHILD, name, str(output / "failures"), *options]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
-    return subprocess.run(command, text=True, errors="replace", capture_output=True, env=environment, check=False).stderr
+    return subprocess.run(
+        command, text=True, errors="replace", capture_output=True, env=environment, check=False
+    ).stderr
 
 
 def fuzz(name: str, failures: Path, options: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Decisions out of a string of bytes: what a fuzzer makes up steers a target, and the same bytes steer it the same way."""
+"""Decisions out of a string of bytes: what a fuzzer makes up steers a target, and the same bytes always the same way."""
 
 from __future__ import annotations
 
@@ -7,10 +7,43 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-BOUNDARIES = (0, 1, 2, 7, 8, 15, 16, 31, 32, 255, 256, 4095, 4096, 65_519, 65_535, 65_536, 2**31, 2**32 - 1, 2**63, 2**64)
+BOUNDARIES = (
+    0,
+    1,
+    2,
+    7,
+    8,
+    15,
+    16,
+    31,
+    32,
+    255,
+    256,
+    4095,
+    4096,
+    65_519,
+    65_535,
+    65_536,
+    2**31,
+    2**32 - 1,
+    2**63,
+    2**64,
+)
 """Numbers at which something tends to change."""
 
-HOSTILE_TEXT = ("", "$[99]", "$[", "%s{0}", "\x00", "\x1b[2J", "\u202e", "é" * 40, "a" * 5000, "[::1%25eth0]:1", "0x7f.1:80")
+HOSTILE_TEXT = (
+    "",
+    "$[99]",
+    "$[",
+    "%s{0}",
+    "\x00",
+    "\x1b[2J",
+    "\u202e",
+    "é" * 40,
+    "a" * 5000,
+    "[::1%25eth0]:1",
+    "0x7f.1:80",
+)
 """Words that trouble programs which put them into something else."""
 
 

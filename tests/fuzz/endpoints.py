@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import trio
@@ -19,10 +19,10 @@ from peer.state import Tip
 from peer.sync import DescribeRequest, Donor, RangeRequest
 from protocol import frames, wire
 from protocol.channel import SecureChannel, handshake
+from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits, Stream
 from protocol.errors import PeerGone, ShoalError
 from protocol.frames import BULK, FIN, MAX_RECORD, U32, Kind
-from protocol.coordinator import RoundTimes
 from protocol.hello import Hello
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
@@ -152,7 +152,9 @@ async def _ask(victim: Endpoint, attacker: _Attacker, choices: Choices) -> None:
                 if choices.one_in(2):
                     await victim.request(attacker.identity.peer_id, Find(bytes(32)), Found, timeout=5)
                 else:
-                    async with victim.open(attacker.identity.peer_id, Echo("", 100_000), bulk=choices.one_in(2)) as stream:
+                    async with victim.open(
+                        attacker.identity.peer_id, Echo("", 100_000), bulk=choices.one_in(2)
+                    ) as stream:
                         await stream.send_bytes(bytes(100_000))
                         await stream.receive_into(bytearray(100_000))
                         await stream.receive(Echo)

@@ -6,6 +6,7 @@ import contextlib
 
 import attrs
 import trio
+from trio.testing import MockClock
 
 from protocol.channel import MAX_FEATURES, SecureChannel, handshake
 from protocol.errors import HandshakeError, PeerGone, ProtocolError
@@ -13,7 +14,6 @@ from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address, ByteStream
 from tests.fuzz.choices import Choices
-from trio.testing import MockClock
 
 ALICE, BOB = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2))
 KEYS = (None, b"k" * 32, b"o" * 32)
@@ -66,6 +66,7 @@ async def _run(choices: Choices) -> None:
     key = choices.of(KEYS)
     expected = choices.of((None, BOB.peer_id, ALICE.peer_id))
     ended: list[SecureChannel | None] = []
+    over = trio.Event()
 
     async def be_victim() -> None:
         try:
@@ -78,6 +79,7 @@ async def _run(choices: Choices) -> None:
             ended.append(None)
         else:
             ended.append(channel)
+        over.set()
 
     async with trio.open_nursery() as nursery:
         if choices.one_in(4):
@@ -89,8 +91,8 @@ async def _run(choices: Choices) -> None:
             tap = Tap(stranger, choices)
             nursery.start_soon(be_victim)
             other = await _impersonate(tap, initiator=stranger is dialled, psk=theirs, features=choices.blob())
-            with trio.move_on_after(_LONGEST):
-                await _judge(ended, other, tap, fitting=theirs == key and expected != ALICE.peer_id)
+            await over.wait()
+            await _judge(ended[0], other, tap, fitting=theirs == key and expected != ALICE.peer_id)
         nursery.cancel_scope.cancel()
 
 
@@ -112,10 +114,7 @@ async def _impersonate(stream: Tap, *, initiator: bool, psk: bytes | None, featu
         return None
 
 
-async def _judge(ended: list[SecureChannel | None], other: SecureChannel | None, tap: Tap, *, fitting: bool) -> None:
-    while not ended:
-        await trio.sleep(1)
-    (channel,) = ended
+async def _judge(channel: SecureChannel | None, other: SecureChannel | None, tap: Tap, *, fitting: bool) -> None:
     if channel is None:
         assert tap.changed or not fitting, "two honest peers did not understand each other"
         return

@@ -1,4 +1,4 @@
-"""Fuzz targets: everything that is decoded from strangers, by itself. `run` has the messages, the others what is no message."""
+"""Fuzz targets: everything that is decoded from strangers. `run` has the messages, the others what is no message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _MANIFEST = Manifest.create(Settings(), ALICE).dump()
 _NATPMP = struct.pack(">BBHIHHI", 0, 0x82, 0, 9, 7070, 7071, 3600)
 _NATPMP_ADDRESS = struct.pack(">BBHI4s", 0, 0x80, 0, 9, bytes([192, 0, 2, 7]))
 _NONCE = b"n" * natpmp.NONCE_SIZE
-_PCP = struct.pack(">BBxBII12x12sBxxxHH16s", 2, 0x81, 0, 3600, 9, _NONCE, 6, 7070, 7071, bytes(10) + b"\xff\xff\xc0\0\x02\7")
+_PCP = struct.pack(
+    ">BBxBII12x12sBxxxHH16s", 2, 0x81, 0, 3600, 9, _NONCE, 6, 7070, 7071, bytes(10) + b"\xff\xff\xc0\0\x02\7"
+)
 
 
 def run(data: bytes) -> None:
@@ -129,7 +131,11 @@ _TOML = (
 def texts(data: bytes) -> None:
     """Addresses and peer ids have one spelling; other text is an error of theirs."""
     choices = Choices(data)
-    text = choices.of(HOSTILE_TEXT) if choices.one_in(8) else choices.of((str(HOME), "[2001:db8::7]:1", str(ALICE.peer_id)))
+    text = (
+        choices.of(HOSTILE_TEXT)
+        if choices.one_in(8)
+        else choices.of((str(HOME), "[2001:db8::7]:1", str(ALICE.peer_id)))
+    )
     while choices.left:
         text = choices.damaged(text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")
     try:
@@ -246,7 +252,9 @@ def _odd(choices: Choices, value: object) -> object:
         case 6:
             return bytes(choices.boundary() % 70_000)
         case 7:
-            return choices.of((None, True, False, [], {}, "", b"", {"a": 1}, msgpack.ExtType(5, b"x"), msgpack.Timestamp(1)))
+            return choices.of(
+                (None, True, False, [], {}, "", b"", {"a": 1}, msgpack.ExtType(5, b"x"), msgpack.Timestamp(1))
+            )
         case 8:
             deep: object = 1
             for _ in range(choices.of((3, 100, 500))):

@@ -69,9 +69,7 @@ class _Donors:
 
     def _describe(self) -> _Answer:
         header, leaves = STATE.header, b"".join(STATE.leaves)
-        said = Description(
-            header.revision, header.previous, header.plan, header.weight, header.root, (), _ELEMENTS
-        )
+        said = Description(header.revision, header.previous, header.plan, header.weight, header.root, (), _ELEMENTS)
         if self._lies():
             wrong: dict[str, Any] = self._choices.of(
                 (

@@ -1,4 +1,4 @@
-"""Fuzz targets: the streams of one connection. `attack` has one side face a stranger, `converse` joins two honest sides."""
+"""Fuzz targets: the streams of a connection. `attack` has one side face a stranger, `converse` joins two honest ones."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Side:
     given_up: set[int] = attrs.field(factory=set)
     stopped: set[int] = attrs.field(factory=set)
     """The streams that the user reads no more."""
+    _unread_at_end: dict[int, int] = attrs.field(factory=dict)
 
     def receive(self, record: bytes) -> None:
         """Takes a record in, as a channel hands it over. Raises `ProtocolError`."""
@@ -150,10 +151,15 @@ class Side:
         """What holds whatever the other side does."""
         streams = list(self.mux._streams.values())
         assert all(0 <= stream.available <= stream.window <= LIMITS.window for stream in streams)
-        assert sum(stream.window - INITIAL_WINDOW for stream in streams) <= LIMITS.max_buffered
-        assert all(stream._credit >= 0 <= stream._allowance for stream in streams)
+        larger = sum(stream.window - INITIAL_WINDOW for stream in streams)
+        assert 0 <= self.mux._extra_left == LIMITS.max_buffered - larger
+        assert all(0 <= stream._credit <= 2**40 and stream._allowance >= 0 for stream in streams)
         assert all(stream.pending >= 0 for stream in streams)
         assert all(sum(map(len, stream._chunks)) == stream.available for stream in streams)
+        for stream in streams:
+            if stream._peer_fin:  # nothing comes after the end
+                assert stream.available <= self._unread_at_end.get(stream.id, stream.available)
+                self._unread_at_end[stream.id] = stream.available
         theirs = [stream for stream in streams if stream.id % 2 != self.mux._next_id % 2]
         assert len(theirs) <= LIMITS.max_streams
 

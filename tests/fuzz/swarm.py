@@ -32,7 +32,16 @@ _RECORDS = tuple(
     for sequence, size in ((0, 0), (1, 1), (1, 2), (2**64 - 1, 4096))
 )
 _LIMITS = StoreLimits(per_key=3, per_signer=2, records=5, size=9_000, ttl=50.0)
-_HOSTS = ("192.0.2.7", "192.0.2.8", "203.0.113.1", "10.0.0.1", "2001:db8::7", "::ffff:192.0.2.9", "fe80::1%eth0", "a.b.example")
+_HOSTS = (
+    "192.0.2.7",
+    "192.0.2.8",
+    "203.0.113.1",
+    "10.0.0.1",
+    "2001:db8::7",
+    "::ffff:192.0.2.9",
+    "fe80::1%eth0",
+    "a.b.example",
+)
 _TABLE = TableSettings(k=3, replacements=2, per_bucket=2, per_table=3, forget_after=100.0)
 _LOOKUP = LookupSettings(k=4, distrust=3, max_queries=12, max_candidates=16)
 _US = PeerId(bytes(32))
@@ -40,7 +49,7 @@ _TIMES = RoundTimes()
 
 
 def store(data: bytes) -> None:
-    """Records, genuine and forged, offered and asked for at any time: the store keeps its bounds and serves what is due."""
+    """Records, genuine and forged, offered and asked for at any time: the store keeps its bounds and serves no other."""
     choices = Choices(data)
     held, now, newest = RecordStore(_LIMITS), 0.0, {}
     while choices.left:
@@ -134,7 +143,9 @@ def lookup(data: bytes) -> None:
                 search.slow(peer)
             case 4 if choices.left:
                 search.answered(_contact(choices).peer, [_contact(choices)])
-                open_queries = [other for other in open_queries if search._candidates[other].state.name in ("ASKED", "SLOW")]
+                open_queries = [
+                    other for other in open_queries if search._candidates[other].state.name in ("ASKED", "SLOW")
+                ]
             case _:
                 search.failed(peer)
                 open_queries.remove(peer)
@@ -145,7 +156,7 @@ def lookup(data: bytes) -> None:
 
 
 def reading(data: bytes) -> None:
-    """Pages of records from holders that lie: what is read is signed, of the right key, and the newest that was shown."""
+    """Pages of records from holders that lie: what is read is signed, of that key, and the newest shown."""
     choices = Choices(data)
     key = choices.of(_KEYS)
     reader = Reading(key, 0.0)

@@ -1,4 +1,4 @@
-"""The fuzz targets by name. Each takes bytes that decide what happens, and raises if something happens that must not."""
+"""The fuzz targets by name. Each takes bytes that decide what happens, and raises if it is something that must not."""
 
 from __future__ import annotations
 
