@@ -1,4 +1,4 @@
-"""Decisions out of a string of bytes: what a fuzzer makes up steers a target, and the same bytes always the same way."""
+"""Decisions out of a string of bytes: what a fuzzer makes up steers a target, and always the same way."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ async def _run(choices: Choices) -> None:
             nursery.start_soon(be_victim)
             other = await _impersonate(tap, initiator=stranger is dialled, psk=theirs, features=choices.blob())
             await over.wait()
-            await _judge(ended[0], other, tap, fitting=theirs == key and expected != ALICE.peer_id)
+            with trio.move_on_after(_LONGEST):  # a record that was cut short never comes
+                await _judge(ended[0], other, tap, fitting=theirs == key and expected != ALICE.peer_id)
         nursery.cancel_scope.cancel()
 
 

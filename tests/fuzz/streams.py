@@ -1,4 +1,4 @@
-"""Fuzz targets: the streams of a connection. `attack` has one side face a stranger, `converse` joins two honest ones."""
+"""Fuzz targets: the streams of a connection. `attack` has one face a stranger, `converse` joins two honest sides."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _TIMES = RoundTimes()
 
 
 def store(data: bytes) -> None:
-    """Records, genuine and forged, offered and asked for at any time: the store keeps its bounds and serves no other."""
+    """Records, genuine and forged, offered and asked for at any time: the store keeps its bounds."""
     choices = Choices(data)
     held, now, newest = RecordStore(_LIMITS), 0.0, {}
     while choices.left:
