@@ -49,7 +49,7 @@ def test_a_record_that_finds_no_room_displaces_nothing_and_not_its_predecessor_e
     store = RecordStore(OWN, StoreLimits(size=roomy.size + 10))
     for made in earlier:
         assert put(store, made, origin="crowd") is Verdict.STORED
-    assert put(store, record(who=who, value=b"v" * 2600, sequence=2), origin="other") is Verdict.FULL
+    assert put(store, record(who=who, value=b"v" * 3000, sequence=2), origin="other") is Verdict.FULL
     assert {held.record for held in store} == set(earlier)
     assert store.size == roomy.size
 
