@@ -10,8 +10,8 @@ from protocol import frames
 from protocol.budget import Account, Budget
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import MAX_RECORD, U32, Kind
-from protocol.mux import Mux, MuxLimits
-from protocol.mux_stream import Event, MuxStream, Opened, Placed, Reset
+from protocol.mux import Mux
+from protocol.mux_stream import Event, MuxLimits, MuxStream, Opened, Placed, Reset
 from tests.fuzz.choices import Choices
 
 LIMITS = MuxLimits(max_streams=4, window=200_000)
@@ -162,6 +162,8 @@ class Side:
         assert sum(stream.window for stream in streams) <= self.memory.held
         assert all(0 <= stream._credit <= 2**40 and stream._allowance >= 0 for stream in streams)
         assert all(stream.pending >= 0 for stream in streams)
+        ahead = {stream: sum(map(len, stream._ahead._records.values())) for stream in streams if stream._ahead}
+        assert all(stream.available + count <= stream.window for stream, count in ahead.items())
         assert all(sum(map(len, stream._chunks)) == stream.available for stream in streams)
         for stream in streams:
             if stream._peer_fin:  # nothing comes after the end
@@ -195,7 +197,7 @@ def attack(data: bytes) -> None:
 
 
 def _record(choices: Choices, side: Side) -> bytes:
-    left = side.mux._body_left
+    left = side.mux._intake.left
     if left and not choices.one_in(32):
         return bytes([choices.number(255)]) * max(1, min(left, choices.of(_SIZES), MAX_RECORD))
     record = b"".join(_frame(choices, side) for _ in range(1 + choices.number(2)))
@@ -222,6 +224,8 @@ def _payload(choices: Choices, kind: Kind) -> bytes:
         return bytes([choices.number(255)]) * min(choices.of(_SIZES), MAX_RECORD // 4)
     if kind is Kind.RESET:
         return frames.pack_reset("c" * choices.number(9), "text")
+    if kind is Kind.PIECE and not choices.one_in(8):
+        return frames.PIECE.pack(choices.of((0, *_SIZES)), choices.of((0, *_SIZES)))
     length = frames._SIZES.get(kind)
     if length is None or choices.one_in(32):
         return choices.blob()
