@@ -37,7 +37,13 @@ class Handlers:
 
     @contextmanager
     def serving(self, run: bytes, tag: str | None, handlers: Mapping[type, Handler]) -> Iterator[None]:
-        """Serves the requests of one run and tag, see `Endpoint.serving`."""
+        """Within the block, serves requests whose `run` and `tag` are these, as `Endpoint.handle` does.
+
+        A tag of None is for those with a tag that nothing else is served for. Requests of other runs are refused.
+
+        Raises:
+            ValueError: If this run and tag are served already.
+        """
         if (run, tag) in self._runs:
             raise ValueError(f"this run is served already, with tag {tag!r}")
         self._runs[run, tag] = {wire.name_of(kind): handler for kind, handler in handlers.items()}

@@ -26,6 +26,8 @@ SHELLS = {
     "protocol/gather_transfer.py",
     "protocol/identity.py",
     "protocol/introduction.py",
+    "protocol/lane.py",
+    "protocol/lanes.py",
     "protocol/leadership.py",
     "protocol/links.py",
     "protocol/member.py",
