@@ -35,6 +35,7 @@ from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer
 from protocol.coordinator import RoundTimes
+from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
 from protocol.identity import PeerId
@@ -194,6 +195,7 @@ class _Daemon:
             rejected=self._rejected,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
+        courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
         rounds = Rounds(
             self.endpoint,
             manifest.run_id,
@@ -201,8 +203,9 @@ class _Daemon:
             roster=membership,
             report=self._report,
             max_weight=settings.limits.weight,
+            courtesy=courtesy,
         )
-        donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows)
+        donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows, courtesy=courtesy)
         await nursery.start(membership.run)
         await nursery.start(rounds.run)
         membership.meet(self.endpoint.connected)

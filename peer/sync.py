@@ -20,6 +20,7 @@ from optim import OuterState
 from peer.finding import ManifestReply, ManifestRequest
 from peer.state import CommittedState, Header, Tip, byte_length, read_range, tensors
 from protocol import merkle
+from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
@@ -86,14 +87,22 @@ class Donor:
         run: The run's id.
         manifest: The manifest's text, which everybody may have.
         admits: Whether a peer may have states.
+        courtesy: What states give way to.
     """
 
     def __init__(
-        self, endpoint: Endpoint, run: bytes, manifest: str, *, admits: Callable[[PeerId], bool] = lambda peer: True
+        self,
+        endpoint: Endpoint,
+        run: bytes,
+        manifest: str,
+        *,
+        admits: Callable[[PeerId], bool] = lambda peer: True,
+        courtesy: Courtesy | None = None,
     ) -> None:
         self._run = run
         self._manifest = manifest
         self._admits = admits
+        self._courtesy = courtesy or Courtesy(lambda: endpoint.bytes_sent)
         self.served = -math.inf
         """When a state, or a part of one, was asked for last, on trio's clock."""
         self._states: deque[CommittedState] = deque(maxlen=KEPT_STATES)
@@ -134,7 +143,7 @@ class Donor:
                 state.outer.parameters.numel(),
             )
         )
-        await stream.send_bytes(b"".join(state.leaves))
+        await self._courtesy.send(stream, b"".join(state.leaves))
         await stream.finish()
 
     async def _on_range(self, request: RangeRequest, stream: Stream) -> None:
@@ -143,7 +152,7 @@ class Donor:
         views = list(read_range(state.outer, start, merkle.LEAF))
         await stream.send(RangeReply(sum(len(view) for view in views)))
         for view in views:
-            await stream.send_bytes(view)
+            await self._courtesy.send(stream, view)
         await stream.finish()
 
 

@@ -14,6 +14,7 @@ import attrs
 import trio
 
 from protocol.coordinator import RoundTimes
+from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Overloaded, RequestRefused
 from protocol.handlers import Handler
@@ -44,6 +45,8 @@ class ChannelSettings:
     max_block: int = MAX_BLOCK
     """The most bytes that one member's block may have."""
     report: Callable[[RoundEvent], None] = attrs.field(default=lambda event: None)
+    courtesy: Courtesy | None = None
+    """What else is sent on the endpoint, and can wait, uses the same one."""
 
 
 class Queue:
@@ -71,6 +74,7 @@ class Channels:
 
     def __init__(self, endpoint: Endpoint, run_id: bytes, roster: Roster, settings: ChannelSettings) -> None:
         self._endpoint, self._run, self._roster, self._settings = endpoint, run_id, roster, settings
+        self._courtesy = settings.courtesy or Courtesy(lambda: endpoint.bytes_sent)
         self._channels: dict[str, Rounds] = {}
         self._queues: dict[str, Queue] = {}
         self._opened = trio.Event()
@@ -133,6 +137,7 @@ class Channels:
             tag=name,
             max_weight=settings.max_weight,
             max_block=settings.max_block,
+            courtesy=self._courtesy,
         )
         rounds.committed(0, NO_DIGEST)
         await nursery.start(rounds.run)

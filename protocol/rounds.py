@@ -24,6 +24,7 @@ from protocol.attempt import Attempt
 from protocol.ballots import Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
+from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
 from protocol.gather_transfer import GatherTransfer
@@ -76,6 +77,7 @@ class Rounds:
         tag: Tells concurrent collectives of one run apart.
         max_weight: The most that one peer's values may count.
         max_block: The most bytes that one peer's block may have in a gather.
+        courtesy: Told when an attempt is going on, so that others can let it go first.
     """
 
     def __init__(
@@ -89,10 +91,12 @@ class Rounds:
         tag: str = "",
         max_weight: float = MAX_WEIGHT,
         max_block: int = MAX_BLOCK,
+        courtesy: Courtesy | None = None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report = roster, report
         self._max_weight, self._max_block = max_weight, max_block
+        self._courtesy = courtesy or Courtesy(lambda: endpoint.bytes_sent)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
@@ -253,7 +257,8 @@ class Rounds:
         swap = Swap(agreed.plan, values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
         self._transfers += 1
         try:
-            await swap.run()
+            with self._courtesy.first():
+                await swap.run()
         finally:
             self._transfers -= 1
         return agreed, swap
@@ -430,7 +435,8 @@ class Rounds:
         self._transfers += 1
         started = trio.current_time()
         try:
-            await attempt.run()
+            with self._courtesy.first():
+                await attempt.run()
             if attempt.complete:
                 self._reducing = trio.current_time() - started
         finally:

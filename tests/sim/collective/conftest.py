@@ -13,6 +13,7 @@ import trio
 
 from protocol.channels import ChannelSettings
 from protocol.coordinator import RoundTimes
+from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import ShoalError
 from protocol.identity import Identity, PeerId
@@ -56,7 +57,8 @@ class Peer:
         self.endpoint = Endpoint(
             self.identity, swarm.network.transport(self.host), rng=random.Random(number), limits=limits
         )
-        settings = ChannelSettings(times=swarm.times, max_block=1 << 24)
+        self.courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
+        settings = ChannelSettings(times=swarm.times, max_block=1 << 24, courtesy=self.courtesy)
         self.collective = AsyncCollective(self.endpoint, RUN, roster=self, settings=settings)
         self.scope = trio.CancelScope()
         self.alive = False

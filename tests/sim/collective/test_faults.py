@@ -211,6 +211,10 @@ async def test_who_can_send_nothing_in_the_ring_has_all_and_gives_it_to_the_othe
         assert {len(gathered.blocks) for gathered in outcomes.values()} == {5}
 
 
+async def lie_still(attempt) -> None:
+    await trio.sleep_forever()
+
+
 @pytest.mark.parametrize("operation", CALLS)
 @pytest.mark.parametrize("number", range(4))
 async def test_who_accepts_and_then_does_nothing_is_left_out(autojump_clock, swarm_of, operation, number):
@@ -219,7 +223,7 @@ async def test_who_accepts_and_then_does_nothing_is_left_out(autojump_clock, swa
         culprit = swarm.peers[number]
         others = [peer for peer in swarm.peers if peer is not culprit]
         rounds = await culprit.collective._channels.get("", None)
-        rounds._run_attempt = lambda attempt: trio.sleep_forever()
+        rounds._run_attempt = lie_still
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swarm.together, CALLS[operation], [culprit])
             outcomes = await swarm.together(CALLS[operation], others)
