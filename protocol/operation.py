@@ -37,6 +37,7 @@ class Operation(Generic[_T]):
         """Set when there is a result, or an error."""
         self.measure: Callable[[], tuple[int, int]] | None = None
         """Says how far it is, once it is its turn: received and total."""
+        self._callbacks: list[Callable[[], None]] = []
         self._work = work
         self._timeout = math.inf if timeout is None else timeout
         self._scope = trio.CancelScope()
@@ -53,6 +54,13 @@ class Operation(Generic[_T]):
         """Gives it up, unless it is over; nothing is left of it, and the others go on without us."""
         self._cancelled = True
         self._scope.cancel()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls a function, in trio's thread, as soon as it is done."""
+        if self.done.is_set():
+            callback()
+        else:
+            self._callbacks.append(callback)
 
     async def wait(self) -> _T:
         """The result, when it is there. Whoever waits and is cancelled does not cancel the operation.
@@ -84,6 +92,8 @@ class Operation(Generic[_T]):
                 self._error = self._unfinished()
             self.measure = None
             self.done.set()
+            for callback in self._callbacks:
+                callback()
 
     def _unfinished(self) -> ShoalError:
         if self._cancelled:

@@ -1,0 +1,197 @@
+"""Members of a run that nothing else keeps: peers that are told one address find all others, and stay connected.
+
+Whoever connects says which run it is here for, and whom else it knows; both learn from the other. For programs that use
+the collective operations alone; a training run has its own members (`peer.membership`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated
+
+import attrs
+import trio
+from msgspec import Meta
+
+from protocol.endpoint import Endpoint, PeerConnected, PeerLost, Stream
+from protocol.errors import RequestRefused, ShoalError
+from protocol.identity import PeerId
+from protocol.plan import Hash
+from protocol.transport import Address
+from protocol.wire import message
+
+MAX_KNOWN = 256
+"""Peers that are remembered, or told of at a time."""
+
+_PERIOD = 2.0  # seconds between attempts to connect to those who are missing
+_ATTEMPTS = 10  # in vain, after which a peer is forgotten
+
+
+@attrs.frozen
+class Known:
+    """A peer, and where it may be reached."""
+
+    peer: PeerId
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=8)]
+
+
+Others = Annotated[tuple[Known, ...], Meta(max_length=MAX_KNOWN)]
+
+
+@message("mesh.hello")
+class MeshHello:
+    """The sender is here for a run, and knows these others that are."""
+
+    run: Hash
+    others: Others
+
+
+@message("mesh.welcome")
+class MeshWelcome:
+    """Answer to `MeshHello`: the receiver is, too."""
+
+    others: Others
+
+
+class Mesh:
+    """Keeps connections to all members. Implements `Roster`; `run` must run.
+
+    Args:
+        endpoint: Carries everything.
+        run_id: 32 bytes.
+        first: Addresses to begin with.
+    """
+
+    def __init__(self, endpoint: Endpoint, run_id: bytes, first: Sequence[Address] = ()) -> None:
+        self._endpoint, self._run, self._first = endpoint, run_id, first
+        self._members: set[PeerId] = set()
+        self._greeting: set[PeerId] = set()
+        self._missing: dict[PeerId, int] = {}  # attempts to connect so far
+        self._found: dict[Address, PeerId] = {}
+        self._doubted: dict[PeerId, float] = {}  # until when
+        self._dialling: set[PeerId | Address] = set()
+        self._changed = trio.Event()
+        endpoint.handle(MeshHello, self._on_hello)
+
+    @property
+    def members(self) -> tuple[PeerId, ...]:
+        """Those who are connected and here for the run, and ourselves."""
+        return (self._endpoint.peer_id, *self._members)
+
+    async def wait_for(self, count: int) -> None:
+        """Waits until there are so many members, ourselves included."""
+        while len(self.members) < count:
+            await self._changed.wait()
+        await trio.lowlevel.checkpoint()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Finds members and loses them, until cancelled."""
+        with self._endpoint.watch() as events:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._seek, nursery)
+                task_status.started()
+                for peer in self._endpoint.connected:
+                    nursery.start_soon(self._greet, peer)
+                async for event in events:
+                    match event:
+                        case PeerConnected(peer):
+                            nursery.start_soon(self._greet, peer)
+                        case PeerLost(peer):
+                            self._lose(peer)
+
+    # As a roster.
+
+    def partners(self) -> Collection[PeerId]:
+        now = trio.current_time()
+        return [peer for peer in self.members if self._doubted.get(peer, now) <= now]
+
+    def expected(self) -> Collection[PeerId]:
+        return self.members
+
+    def arriving(self) -> Collection[PeerId]:
+        return self._greeting - self._members
+
+    def knows(self, peer: PeerId) -> bool:
+        return peer in self._members
+
+    def doubt(self, peer: PeerId, seconds: float) -> None:
+        self._doubted[peer] = trio.current_time() + seconds
+
+    # Finding each other.
+
+    async def _greet(self, peer: PeerId) -> None:
+        self._greeting.add(peer)
+        try:
+            hello = MeshHello(self._run, self._others(peer))
+            welcome = await self._endpoint.request(peer, hello, MeshWelcome)
+        except ShoalError:
+            return  # it is somebody else, or will be connected again
+        finally:
+            self._greeting.discard(peer)
+        if self._endpoint.is_connected(peer):
+            self._learn(peer, welcome.others)
+
+    async def _on_hello(self, request: MeshHello, stream: Stream) -> MeshWelcome:
+        if request.run != self._run:
+            raise RequestRefused("this peer does not take part in that run", code="unknown_run")
+        if not self._endpoint.is_connected(stream.peer):
+            raise RequestRefused("the connection is not there any more", code="not_a_member")
+        others = self._others(stream.peer)
+        self._learn(stream.peer, request.others)
+        return MeshWelcome(others)
+
+    def _others(self, peer: PeerId) -> tuple[Known, ...]:
+        members = sorted(self._members - {peer})[:MAX_KNOWN]
+        return tuple(Known(member, self._endpoint.addresses(member)[:8]) for member in members)
+
+    def _learn(self, peer: PeerId, others: Sequence[Known]) -> None:
+        self._members.add(peer)
+        self._missing.pop(peer, None)
+        for known in others:
+            unknown = known.peer not in self.members and known.peer not in self._missing
+            if unknown and known.addresses and len(self._missing) < MAX_KNOWN:
+                self._endpoint.learn(known.peer, *known.addresses)
+                self._missing[known.peer] = 0
+        self._tell()
+
+    def _lose(self, peer: PeerId) -> None:
+        if peer in self._members:
+            self._members.remove(peer)
+            self._missing[peer] = 0
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _seek(self, nursery: trio.Nursery) -> None:
+        """Connects to those who are missing, again and again."""
+        while True:
+            targets: list[PeerId | Address] = [address for address in self._first if not self._is_found(address)]
+            for target in targets + list(self._missing):
+                if target not in self._dialling:
+                    self._dialling.add(target)
+                    nursery.start_soon(self._dial, target)
+            with trio.move_on_after(_PERIOD):
+                await self._changed.wait()
+
+    def _is_found(self, address: Address) -> bool:
+        peer = self._found.get(address)
+        return peer is not None and (peer == self._endpoint.peer_id or self._endpoint.is_connected(peer))
+
+    async def _dial(self, target: PeerId | Address) -> None:
+        try:
+            peer = await self._endpoint.connect(target)
+        except ShoalError:
+            self._failed(target)
+        else:
+            if isinstance(target, Address):
+                self._found[target] = peer
+        finally:
+            self._dialling.discard(target)
+
+    def _failed(self, target: PeerId | Address) -> None:
+        if isinstance(target, PeerId) and target in self._missing:
+            self._missing[target] += 1
+            if self._missing[target] >= _ATTEMPTS:
+                del self._missing[target]

@@ -1,0 +1,173 @@
+"""The collective operations by themselves: a peer of one's own in a few lines, for programs with and without trio."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from functools import partial
+
+import attrs
+import trio
+
+from protocol.blocking import BlockingCollective
+from protocol.channels import ChannelSettings
+from protocol.endpoint import Endpoint, Limits
+from protocol.errors import RequestTimeout, RoundAborted, ShoalError, first_error
+from protocol.identity import Identity, PeerId
+from protocol.mesh import Mesh
+from protocol.operations import AsyncCollective
+from protocol.tcp import TcpTransport
+from protocol.transport import Address
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """A peer that runs: what it can do, who else is there, and where others find it."""
+
+    collective: AsyncCollective
+    mesh: Mesh
+    endpoint: Endpoint
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        assert self.endpoint.address is not None
+        return self.endpoint.address
+
+
+@asynccontextmanager
+async def open_collective(
+    name: str,
+    *,
+    listen: str = "127.0.0.1:0",
+    peers: Sequence[str] = (),
+    key: bytes | None = None,
+    limits: Limits | None = None,
+    settings: ChannelSettings | None = None,
+) -> AsyncIterator[Place]:
+    """A peer of the group with this name, for as long as the block runs. Its identity is a new one each time.
+
+    Args:
+        name: All peers that use the same one find each other.
+        listen: HOST:PORT; port 0 picks one.
+        peers: Where others listen, HOST:PORT; one is enough. They are tried until they are there.
+        key: 32 bytes that all peers have. Without one, anybody who reaches us and knows the name takes part.
+        limits: What the network is allowed, see `Limits`.
+        settings: What all peers have to agree on, see `ChannelSettings`.
+
+    Raises:
+        AddressError: An address is none, or we cannot listen there.
+    """
+    run_id = hashlib.sha256(b"shoal-collective-v1" + name.encode()).digest()
+    endpoint = Endpoint(Identity.generate(), TcpTransport(), psk=key, limits=limits, rng=random.Random())
+    mesh = Mesh(endpoint, run_id, [Address.parse(peer) for peer in peers])
+    collective = AsyncCollective(endpoint, run_id, roster=mesh, settings=settings)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(endpoint.run, Address.parse(listen))
+        await nursery.start(collective.run)
+        await nursery.start(mesh.run)
+        yield Place(collective=collective, mesh=mesh, endpoint=endpoint)
+        nursery.cancel_scope.cancel()
+
+
+class Joined(BlockingCollective):
+    """A peer that runs in a thread of its own."""
+
+    def __init__(self, place: Place, token: trio.lowlevel.TrioToken) -> None:
+        super().__init__(place.collective, token)
+        self._place = place
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who we are."""
+        return self._place.endpoint.peer_id
+
+    @property
+    def address(self) -> str:
+        """Where we listen, for the `peers` of others."""
+        return str(self._place.address)
+
+    @property
+    def members(self) -> tuple[PeerId, ...]:
+        """Who is there, ourselves included."""
+        return self._place.mesh.members
+
+    def wait_for(self, count: int, timeout: float | None = None) -> None:
+        """Waits until there are so many members, ourselves included.
+
+        Raises:
+            RequestTimeout: There are not, in so many seconds.
+        """
+
+        async def wait() -> None:
+            with trio.fail_after(math.inf if timeout is None else timeout):
+                await self._place.mesh.wait_for(count)
+
+        try:
+            trio.from_thread.run(wait, trio_token=self._token)
+        except trio.TooSlowError:
+            raise RequestTimeout(f"fewer than {count} members have come within {timeout:g} s") from None
+        except (trio.Cancelled, trio.RunFinishedError):
+            raise RoundAborted("the collective has ended") from None
+
+
+@contextmanager
+def join_collective(
+    name: str,
+    *,
+    listen: str = "127.0.0.1:0",
+    peers: Sequence[str] = (),
+    key: bytes | None = None,
+    limits: Limits | None = None,
+    settings: ChannelSettings | None = None,
+) -> Iterator[Joined]:
+    """As `open_collective`, for programs without trio: the peer runs in a thread of its own."""
+    opening = partial(open_collective, name, listen=listen, peers=peers, key=key, limits=limits, settings=settings)
+    thread = _Thread(opening)
+    thread.start()
+    try:
+        yield thread.joined.result()
+    finally:
+        thread.stop()
+
+
+class _Thread(threading.Thread):
+    """Trio's thread, in which a peer runs."""
+
+    def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Place]]) -> None:
+        super().__init__(name="shoal", daemon=True)
+        self._opening = opening
+        self._scope = trio.CancelScope()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self.joined: Future[Joined] = Future()
+        """The peer, as soon as it listens, or why it does not."""
+
+    def run(self) -> None:
+        """The thread."""
+        error: ShoalError = RoundAborted("the peer did not start")
+        try:
+            trio.run(self._live)
+        except* ShoalError as group:
+            error = first_error(group)
+        finally:
+            if not self.joined.done():
+                self.joined.set_exception(error)
+
+    def stop(self) -> None:
+        """Says goodbye to everybody, and waits for the end."""
+        if self._token is not None:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._scope.cancel)
+        self.join()
+
+    async def _live(self) -> None:
+        with self._scope:
+            async with self._opening() as place:
+                self._token = trio.lowlevel.current_trio_token()
+                self.joined.set_result(Joined(place, self._token))
+                await trio.sleep_forever()
