@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import attrs
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +34,32 @@ def plan(attempt: int, rank: int = 0, members=PEERS, **changes) -> Plan:
 
 def accept(acceptor: Acceptor, offered: Plan):
     return acceptor.accept(offered, OFFER, offered.coordinator)
+
+
+GATHER = attrs.evolve(OFFER, operation="gather", max_block=5)
+SIZES = {"operation": "gather", "length": 10, "sizes": (4, 4, 2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("offer", "changes", "reason"),
+    [
+        (OFFER, SIZES, "another operation"),
+        (OFFER, {"operation": "exchange"}, "another operation"),
+        (GATHER, {}, "another operation"),
+        (GATHER, {**SIZES, "sizes": (4, 3, 3, 0)}, "another size"),
+        (GATHER, {**SIZES, "length": 14, "sizes": (4, 4, 6, 0)}, "beyond the limit"),
+        (attrs.evolve(OFFER, operation="exchange"), {"operation": "exchange", "length": 5}, "another length"),
+    ],
+)
+def test_a_plan_must_fit_what_the_member_brings(offer, changes, reason):
+    offered = plan(1, **changes)
+    refusal = Acceptor(PEERS[1]).accept(offered, offer, offered.coordinator)
+    assert refusal is not None
+    assert reason in refusal.reason
+
+
+def test_a_gather_that_fits_is_accepted():
+    assert Acceptor(PEERS[1]).accept(plan(1, **SIZES), GATHER, PEERS[0]) is None
 
 
 def test_only_higher_ballots_are_accepted():

@@ -264,6 +264,30 @@ def test_vectors_of_another_length_do_not_take_part():
     assert set(sent(table.wait(12), Propose)) == {US, A}
 
 
+def gatherer(size: int, weight: float = 1.0) -> Candidate:
+    return Candidate(weight, size, BASE, frozenset(), operation="gather")
+
+
+def test_blocks_of_all_sizes_are_gathered_by_one_plan():
+    table = Table(live=[US, A, B])
+    for peer, size in ((US, 7), (A, 0), (B, 5)):
+        table.core.ready(peer, gatherer(size, weight=float(size > 0)), NO_BALLOT)
+    table.poll()
+    assert (table.plan.operation, table.plan.length) == ("gather", 12)
+    by_peer = dict(zip(table.plan.members, zip(table.plan.sizes, table.plan.weights, strict=True), strict=True))
+    assert by_peer == {US: (7, 1.0), A: (0, 0.0), B: (5, 1.0)}
+
+
+def test_those_who_want_another_operation_do_not_take_part():
+    table = Table(live=[US, A, B])
+    table.ready(US, A)
+    table.core.ready(B, gatherer(4), NO_BALLOT)
+    table.poll()
+    table.wait(12)
+    assert set(table.plan.members) == {US, A}
+    assert table.plan.operation == "reduce"
+
+
 def test_attempts_go_past_every_ballot_that_was_heard_of():
     table = Table(live=[US, A])
     table.ready(US)

@@ -16,7 +16,7 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import membership, probe, rotation, sync
-from protocol import frames, hello, lane, punch, reachability, relay, rivals, round_messages, wire
+from protocol import frames, hello, lane, mesh, punch, reachability, relay, rivals, round_messages, wire
 from protocol.budget import Budget
 from protocol.channel import LANE_OPENING
 from protocol.frames import Kind
@@ -124,6 +124,10 @@ MESSAGES = {
     round_messages.Late(): "91 aa726f756e642e6c617465",
     round_messages.Led(BOB, ()): "93 a9726f756e642e6c6564 c420 bb*32 90",
     round_messages.RingData(ONES, "", TWOS): "94 a972696e672e64617461 c420 11*32 a0 c420 22*32",
+    mesh.MeshHello(ONES, (mesh.Known(BOB, (HOME,)),)): (
+        "93 aa6d6573682e68656c6c6f c420 11*32 91 92 c420 bb*32 91 ae3139322e302e322e373a37303730"
+    ),
+    mesh.MeshWelcome(()): "92 ac6d6573682e77656c636f6d65 90",
     round_messages.GatherBlock(1): "92 ac6761746865722e626c6f636b 01",
     round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",
     round_messages.Result(PLAN): (
@@ -169,7 +173,7 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (hello, punch, reachability, relay, rivals, dht, round_messages, membership, rotation, probe, sync)
+    modules = (hello, mesh, punch, reachability, relay, rivals, dht, round_messages, membership, rotation, probe, sync)
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 
