@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import trio
 
-from protocol.collective import Block, Broadcasted, Exchanged, Gathered, Outcome, Reduced, Tensors
+from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors
 from protocol.errors import RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operation import Operation, Progress
@@ -80,8 +80,8 @@ class Handle(Generic[_T]):
         self._done.set()
 
 
-class BlockingCollective:
-    """What `protocol.collective.Collective` asks for; `start_…` returns a handle in place of the result.
+class BlockingCollective(Collective):
+    """A `Collective`; what is named `start_…` returns a handle in place of the result.
 
     Operations of one tag and group are carried out in the order in which they were started, so they should be started
     from one thread, or from threads that agree on an order.
