@@ -107,7 +107,7 @@ def salvage(
                     events[span.start].append((True, source.plan, place))
                     events[span.stop].append((False, source.plan, place))
     parts = sorted(_affordable(_parts(events), sources))
-    if len(members) > 1 and sum(stop - start for start, stop, _, _ in parts) == length:
+    if parts and len(members) > 1 and sum(stop - start for start, stop, _, _ in parts) == length:
         start, stop, plan_id, holders = parts.pop()
         parts += [(start, stop - 1, plan_id, holders)] if start < stop - 1 else []
     used = sorted({source for _, _, source, _ in parts})

@@ -32,6 +32,7 @@ def test_of_too_many_spans_the_longest_are_told():
 
 def test_nothing_is_taken_over_if_nobody_holds_anything():
     assert salvage([A, B], {A: (), B: ()}, 10) == ((), ())
+    assert salvage([A, B], {A: [holding(ONE, (0, 1))]}, 0) == ((), ())
 
 
 def test_each_part_has_all_its_holders():
