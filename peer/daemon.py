@@ -148,6 +148,7 @@ class _Daemon:
         self._rng = rng
         self._keyring = _keyring(config)
         self._rejected_by: set[PeerId] = set()
+        self._membership: Membership | None = None
         self.endpoint = Endpoint(
             self._identity,
             transport,
@@ -182,7 +183,7 @@ class _Daemon:
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
         keys = self._run_keys(manifest)
-        membership = Membership(
+        membership = self._membership = Membership(
             self.endpoint,
             self._dht,
             manifest.run_id,
@@ -343,6 +344,7 @@ class _Daemon:
             founder=founder,
             events=self._events,
             changed=lambda: self._config.on_ticket(self._ticket(manifest)),
+            lately=lambda: self._membership.lately() if self._membership is not None else None,
         )
         if manifest.founder == self._identity.public_key:
             keys.follow_order()  # before the first ticket

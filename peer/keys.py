@@ -44,6 +44,8 @@ class RunKeys:
         founder: Finds the founder's public key; it is given the peer that says something in the founder's name.
         events: Where rotations are told.
         changed: Called when there is a new key, and tickets are to have it.
+        lately: The members that are here, or were a moment ago: nobody else can come by the old key once there is a new
+            one. None until there are any.
 
     Raises:
         HomeError: What the home has stored is damaged.
@@ -59,6 +61,7 @@ class RunKeys:
         founder: Callable[[PeerId], Awaitable[bytes]],
         events: EventLog,
         changed: Callable[[], None] = lambda: None,
+        lately: Callable[[], Collection[PeerId] | None] = lambda: None,
     ) -> None:
         self._endpoint = endpoint
         self._keyring = keyring
@@ -67,6 +70,8 @@ class RunKeys:
         self._founder = founder
         self._events = events
         self._changed = changed
+        self._lately = lately
+        self._returning: Collection[PeerId] | None = None  # who may come until the recipients are settled, if not all
         self._holders: set[PeerId] = set()  # who has the newest key for sure
         self._recipients: frozenset[PeerId] | None = None
         self._deadline = trio.current_time() + GRACE
@@ -81,7 +86,8 @@ class RunKeys:
         """Why a peer cannot be a member; None if the keys have nothing against it."""
         if self._rotation is not None and peer in self._rotation.excluded:
             return EXCLUDED
-        if self._keyring.older is None or self._recipients is None or peer in self._recipients or self._holds(peer):
+        admitted = self._returning if self._recipients is None else self._recipients
+        if self._keyring.older is None or admitted is None or peer in admitted or self._holds(peer):
             return None
         return None if self._endpoint.swarm_key(peer) is None else STALE
 
@@ -156,7 +162,7 @@ class RunKeys:
 
     def _take(self, rotation: KeyRotation) -> None:
         self._keyring.rotate(rotation.number, rotation.key)
-        self._rotation, self._recipients = rotation, None
+        self._rotation, self._recipients, self._returning = rotation, None, self._lately()
         self._holders.clear()
         self._deadline = trio.current_time() + GRACE
         self._store()

@@ -243,6 +243,11 @@ class Membership:
                 found.add(member.peer)
         return sorted(found)
 
+    def lately(self) -> list[PeerId]:
+        """The members, and those that were until a moment ago."""
+        since = trio.current_time() - SETTLE
+        return [*self._members, *(peer for peer, broke in self._broke.items() if broke > since)]
+
     def arriving(self) -> list[PeerId]:
         """Peers that may be members in a moment: whoever was connected, or is connected to another member."""
         now = trio.current_time()

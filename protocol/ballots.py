@@ -6,11 +6,12 @@ Rules of a member:
 3. Once it has completed a plan it accepts no other, and says so.
 
 Why that is enough. A member can complete ballot b only with the data of every member of b, in whose sums all of them
-take part, so all of them have accepted b. A later plan b' > b starts at a member when it accepts b'. Let b' be
-complete at some peer, so that all members of b' accepted b'. If a member of b' had completed b, it would have had to do
-so before accepting b' (rule 2), and then it would not have accepted b' (rule 3). So of those that take part in b', none
-holds a result of b: only peers that the later plan *excludes* can hold a different result of the round. They learn that
-from the first message about the next round, whose base digest differs from theirs, and fetch the state.
+take part (a plan always leaves something to be summed, see `protocol.salvage`), so all of them have accepted b. A later
+plan b' > b starts at a member when it accepts b'. Let b' be complete at some peer, so that all members of b' accepted
+b'. If a member of b' had completed b, it would have had to do so before accepting b' (rule 2), and then it would not
+have accepted b' (rule 3). So of those that take part in b', none holds a result of b: only peers that the later plan
+*excludes* can hold a different result of the round. They learn that from the first message about the next round, whose
+base digest differs from theirs, and fetch the state.
 """
 
 from __future__ import annotations

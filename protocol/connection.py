@@ -434,7 +434,7 @@ class Connection:
             await trio.sleep_until(pulse.next_beat(now))
             now = trio.current_time()
             stopped = pulse.beat(now)
-            self._write_progress.excuse(stopped)
+            self._write_progress.excuse(stopped, now)
             if pulse.gone(now):
                 self._end(PeerGone(f"{self.peer.short} has been silent for {pulse.patience:.3g} s"))
                 return

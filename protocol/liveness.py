@@ -83,7 +83,7 @@ class Pulse:
         """It is time. Returns for how long this very process was stopped: that is not the peer's silence."""
         late = self._late(now)
         if late > 0:
-            self._heard_at += late
+            self._heard_at = min(now, self._heard_at + late)
             self._open.clear()
         return late
 
@@ -113,9 +113,10 @@ class Progress:
         """It is over."""
         self._since = math.inf
 
-    def excuse(self, seconds: float) -> None:
-        """Nothing could move for some time, which was nobody's fault."""
-        self._since += seconds
+    def excuse(self, seconds: float, now: float) -> None:
+        """Nothing could move for some time until now, which was nobody's fault."""
+        if self.running:
+            self._since = min(now, self._since + seconds)
 
     def stuck(self, now: float, count: int) -> bool:
         """Whether it has not moved on, now that it is at `count`."""

@@ -125,6 +125,8 @@ def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]
         if part.source >= len(plan.sources) or not places.issuperset(part.holders):
             raise ValueError("a salvaged part has a source, and members that hold it")
         position = part.stop
+    if plan.length and len(plan.members) > 1 and sum(part.stop - part.start for part in parts) == plan.length:
+        raise ValueError("several members reduce something: salvaged parts are not everything")
 
 
 def _check_sizes(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], sizes: tuple[int, ...]) -> None:
@@ -142,7 +144,8 @@ class Plan:
     """Who makes one revision of a run's state, and how. Fixed by the coordinator, the same for all members.
 
     Raises:
-        ValueError: Members are missing or doubled, the weights do not fit them, or salvaged parts overlap.
+        ValueError: Members are missing or doubled, the weights do not fit them, or salvaged parts overlap, or leave
+            several members nothing to reduce.
     """
 
     run: Hash

@@ -29,7 +29,7 @@ import torch
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan, Source
-from protocol.salvage import Bounds, Holding, merged, missing
+from protocol.salvage import MAX_HOLDINGS, Bounds, Holding, merged, missing
 
 PIECE = 1 << 16
 """Elements that are received, added and forwarded together: 256 KiB. Adding that many takes about 20 µs, less than
@@ -229,7 +229,7 @@ class Ring:
         own = Source(self.plan.id, self.plan.members, self.plan.weights)
         return tuple(
             Holding(own if source is None else self.plan.sources[source], merged(bounds))
-            for source, bounds in spans.items()
+            for source, bounds in list(spans.items())[-MAX_HOLDINGS:]
         )
 
     @property

@@ -3,12 +3,16 @@
 The reduced bytes of an element are made once for each plan, along one chain of members. So whoever holds them under the
 id of the same plan holds the same bits, and a later plan can say that they stay: its members then have the same
 contributors for each part, though not for all parts the same.
+
+A plan of several members takes over all but one element at most. That one is summed by everybody, so nobody can
+complete the plan unless all of its members have accepted it, which `protocol.ballots` builds on.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import attrs
@@ -23,7 +27,11 @@ MAX_SPANS = 256
 MAX_HOLDINGS = 16
 """Most plans of which a member says what it holds of them: one for each failed attempt."""
 
+_MAX_TOLD = 1 << 19  # bytes of a plan for what it takes over: it has to fit into a message, whatever members say
+
 Bounds: TypeAlias = tuple[int, int]
+_Part: TypeAlias = tuple[int, int, bytes, tuple[int, ...]]  # start, stop, source, holders
+_Event: TypeAlias = tuple[bool, bytes, int]  # begins or ends, source, place
 
 
 @attrs.frozen
@@ -43,14 +51,15 @@ class Holding:
 
 
 def merged(bounds: Iterable[Bounds]) -> tuple[Span, ...]:
-    """The same elements in as few spans as possible, in order."""
+    """The same elements in as few spans as possible, in order; of more than `MAX_SPANS` of them the longest."""
     spans: list[Bounds] = []
     for start, stop in sorted(bounds):
         if spans and start <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(spans[-1][1], stop)
         else:
             spans.append((start, stop))
-    return tuple(Span(start, stop) for start, stop in spans)
+    spans.sort(key=lambda bounds: bounds[0] - bounds[1])
+    return tuple(Span(start, stop) for start, stop in sorted(spans[:MAX_SPANS]))
 
 
 def missing(plan: Plan, place: int, holdings: Iterable[Holding]) -> bool:
@@ -75,6 +84,8 @@ def salvage(
 ) -> tuple[tuple[Source, ...], tuple[Salvaged, ...]]:
     """What a plan of these members can take over: of each element, the bytes that most of them hold.
 
+    Less than all, if there are several members, and of very much the largest parts.
+
     Args:
         members: In the order of the plan.
         holdings: What they say they hold; unknown members count as holding nothing.
@@ -85,7 +96,7 @@ def salvage(
         `Plan.sources` and `Plan.salvaged`.
     """
     sources: dict[bytes, Source] = {}
-    events: dict[int, list[tuple[bool, bytes, int]]] = defaultdict(list)  # by position: begins or ends, source, place
+    events: dict[int, list[_Event]] = defaultdict(list)  # by position
     for place, peer in enumerate(members):
         for holding in holdings.get(peer, ()):
             source = sources.setdefault(holding.source.plan, holding.source)
@@ -95,31 +106,50 @@ def salvage(
                 if span.start < span.stop <= length:
                     events[span.start].append((True, source.plan, place))
                     events[span.stop].append((False, source.plan, place))
-    parts = sorted(_parts(events), key=lambda part: part[0] - part[1])[:MAX_SALVAGED]
+    parts = sorted(_affordable(_parts(events), sources))
+    if parts and len(members) > 1 and sum(stop - start for start, stop, _, _ in parts) == length:
+        start, stop, plan_id, holders = parts.pop()
+        parts += [(start, stop - 1, plan_id, holders)] if start < stop - 1 else []
     used = sorted({source for _, _, source, _ in parts})
     return tuple(sources[source] for source in used), tuple(
-        Salvaged(start, stop, used.index(source), holders) for start, stop, source, holders in sorted(parts)
+        Salvaged(start, stop, used.index(source), holders) for start, stop, source, holders in parts
     )
 
 
-def _parts(events: Mapping[int, list[tuple[bool, bytes, int]]]) -> list[tuple[int, int, bytes, tuple[int, ...]]]:
-    """Start, stop, source and holders of each part, in order."""
-    parts: list[tuple[int, int, bytes, tuple[int, ...]]] = []
-    holders: dict[bytes, list[int]] = defaultdict(list)  # a member that counts itself twice is there twice
+def _affordable(parts: Iterable[_Part], sources: Mapping[bytes, Source]) -> Iterator[_Part]:
+    """The largest parts, as many as a plan can name."""
+    room, used = _MAX_TOLD, set[bytes]()
+    for part in sorted(parts, key=lambda part: part[0] - part[1])[:MAX_SALVAGED]:
+        _, _, source, holders = part
+        room -= 25 + 3 * len(holders)  # the longest that each of these is in a message
+        room -= 0 if source in used else 40 + 43 * len(sources[source].members)
+        if room < 0:
+            return
+        used.add(source)
+        yield part
+
+
+def _parts(events: Mapping[int, list[_Event]]) -> list[_Part]:
+    """What somebody holds, in order."""
+    parts: list[_Part] = []
+    holders: dict[bytes, Counter[int]] = defaultdict(Counter)  # how often each counts itself
+    ranking: list[tuple[int, bytes]] = []  # a heap: sources with most holders first, and what they once had
     position = 0
     for at in sorted(events):
-        best = min(
-            (source for source in holders if holders[source]), key=lambda s: (-len(set(holders[s])), s), default=None
-        )
-        if best is not None:
-            places = tuple(sorted(set(holders[best])))
+        while ranking and -ranking[0][0] != len(holders[ranking[0][1]]):
+            heapq.heappop(ranking)
+        if ranking:
+            best = ranking[0][1]
+            places = tuple(sorted(holders[best]))
             if parts and parts[-1][1:] == (position, best, places):
                 position = parts.pop()[0]
             parts.append((position, at, best, places))
         for begins, source, place in events[at]:
-            if begins:
-                holders[source].append(place)
-            else:
-                holders[source].remove(place)
+            counts = holders[source]
+            counts[place] += 1 if begins else -1
+            if not counts[place]:
+                del counts[place]
+            if counts:
+                heapq.heappush(ranking, (-len(counts), source))
         position = at
     return parts

@@ -269,8 +269,8 @@ class Stream:
             self._settled_at = now
             self._mux.settle(raw)
             self._connection.kick()
-        self._sending.excuse(stopped)
-        self._receiving.excuse(stopped)
+        self._sending.excuse(stopped, now)
+        self._receiving.excuse(stopped, now)
         if self._sending.running:
             if not raw.starved:
                 self._sending.begin(now, -raw.pending)

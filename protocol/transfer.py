@@ -18,7 +18,7 @@ import trio
 from protocol.attempt import Failure
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
-from protocol.errors import RequestRefused, RequestTimeout, ShoalError, StreamReset
+from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.ring import Ring
@@ -82,7 +82,7 @@ class RingInbox:
     async def take(self, plan_id: bytes, left: PeerId) -> _Arrival:
         """Waits for the stream of a plan's left neighbour. The caller sets `over` when it is done with it."""
         key = (plan_id, left)
-        if key not in self._parked:
+        while key not in self._parked:  # also if one came and broke before we went on
             self._wanted[key] = trio.Event()
             try:
                 await self._wanted[key].wait()
@@ -188,7 +188,9 @@ class Transfer:
         await trio.lowlevel.checkpoint()  # we may have been aborted, and somebody else may be using that memory
         if self._previous is not None:
             self._ring, self._previous = await self._previous.ended(), None
+            await trio.lowlevel.checkpoint_if_cancelled()  # or aborted since that ended
         make = partial(Ring, self.plan, self._place, self._values, previous=self._ring)
+        self._ring = None  # its memory is being overwritten: until that is over, it is not certain what we hold
         self._ring = make() if self.plan.length < IN_WORKER else await trio.to_thread.run_sync(make)
         if self._ring.complete:
             self.settled.set()
@@ -224,7 +226,7 @@ class Transfer:
                 self._progress.set()
             self.settled.set()
             # Closing before the left neighbour has finished would look to it as if we had given up.
-            with contextlib.suppress(StreamReset, RequestTimeout):
+            with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
             self._fail(left, f"nothing came from {left.short} for {self._times.stall:g} s")

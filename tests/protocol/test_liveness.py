@@ -114,6 +114,24 @@ def test_patience_shrinks_when_the_way_is_short_again():
     assert heart.patience == 4.0
 
 
+def test_after_a_stop_silence_is_counted_from_then_on_at_the_latest():
+    """Something had been waiting to be read, and was, before it was noticed that this process had been stopped."""
+    heart = pulse()
+    now = answer(heart, [0.02] * 10)
+    heart.heard(now + 3600)
+    assert heart.beat(now + 3600) > 3000
+    assert not heart.gone(now + 3603.9)
+    assert heart.gone(now + 3604)
+
+
+def test_what_begins_after_a_stop_is_not_excused_for_it():
+    progress = Progress(10, 5.0)
+    progress.begin(3600.0, 0)
+    progress.excuse(3000.0, 3600.0)
+    assert not progress.stuck(3604.9, 0)
+    assert progress.stuck(3605.0, 0)
+
+
 def test_a_ping_without_an_answer_does_not_hide_later_ones():
     heart = pulse(1.0)
     heart.ping(0.0)
@@ -153,7 +171,7 @@ def test_progress():
     assert progress.stuck(10.0, 104)
     assert not progress.stuck(10.0, 105)
     assert not progress.stuck(19.9, 105)
-    progress.excuse(5.0)
+    progress.excuse(5.0, 19.9)
     assert not progress.stuck(20.0, 105)
     assert progress.stuck(25.0, 105)
     progress.end()

@@ -129,6 +129,7 @@ def test_id_depends_on_what_is_salvaged():
         [Salvaged(4, 4, 0, (0,))],
         [Salvaged(4, 9, 0, (0,)), Salvaged(8, 10, 0, (0,))],
         [Salvaged(4, 9, 0, (0,)), Salvaged(1, 2, 0, (0,))],
+        [Salvaged(0, 4, 0, (0,)), Salvaged(4, 10, 0, (1,))],  # nothing is left to reduce
     ],
 )
 def test_impossible_salvage_is_refused(parts):

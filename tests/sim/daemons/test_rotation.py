@@ -13,6 +13,7 @@ from peer.finding import ManifestReply, ManifestRequest
 from peer.helper import HelperConfig, run_helper
 from peer.home import Home
 from peer.manifest import Manifest
+from peer.membership import Hello, StatusClaim, Welcome
 from peer.rotation import KeyRotation, KeyTaken, order_rotation, read_stored
 from peer.settings import MembershipSettings
 from protocol.endpoint import Endpoint
@@ -281,6 +282,28 @@ async def test_only_the_founder_can_rotate(autojump_clock, swarm, insider):
         assert await endpoint.request(b.id, right, KeyTaken) == KeyTaken(1)
         await rotated([a, b], 1)
     for name in "ab":
+        swarm.leave(name)
+
+
+async def test_who_is_excluded_cannot_come_back_by_another_name(autojump_clock, swarm, insider):
+    """It learns of the rotation as it is disconnected, while a member that is missing may still come back."""
+    with trio.fail_after(LIMIT):
+        a, b, c = [await swarm.start(name) for name in "abc"]
+        await together([a, b, c])
+        _, other = await insider("other", swarm.ticket.swarm_key)
+        other.learn(a.id, Address("a", 4000))
+        await other.connect(a.id)
+        swarm.network.partition(["b"], ["a", "c"])
+        await a.until(lambda: any(event["peer"] == str(b.id) for event in a.events("peer_lost")))
+        rotate(swarm, excluded=[c.id])
+        await rotated([a], 1)
+        assert read_stored(a.home, swarm.ticket.run_id).recipients is None  # b is waited for
+        with pytest.raises(RequestRefused, match="fresh ticket"):
+            await other.request(a.id, Hello(swarm.ticket.run_id, StatusClaim(0, None, False)), Welcome)
+        swarm.network.heal()
+        await rotated([b], 1)
+        assert read_stored(a.home, swarm.ticket.run_id).recipients == {b.id}
+    for name in "abc":
         swarm.leave(name)
 
 

@@ -69,7 +69,8 @@ async def test_what_was_reduced_before_a_death_is_not_reduced_again(autojump_clo
         assert plan.attempt == 2
         assert dead.id not in plan.members
         salvaged = [part for part in plan.parts if dead.id in part.members]
-        assert sum(part.stop - part.start for part in salvaged) == kept * 8000
+        least = 1  # element that is always reduced
+        assert sum(part.stop - part.start for part in salvaged) == min(kept * 8000, 8000 - least)
         assert (took < 1.4) == (kept > 0)
         swarm.check()
 

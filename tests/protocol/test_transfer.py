@@ -1,0 +1,142 @@
+"""One attempt on streams: what becomes of it when others fail, or it is given up."""
+
+import attrs
+import pytest
+import torch
+import trio
+import trio.testing
+
+from protocol import transfer as module
+from protocol.coordinator import RoundTimes
+from protocol.errors import PeerGone
+from protocol.identity import PeerId
+from protocol.plan import Plan, Salvaged, Source
+from protocol.ring import Ring
+from protocol.round_messages import RingData
+from protocol.salvage import Holding, Span
+from protocol.transfer import RingInbox, Transfer
+
+A, B = (PeerId(bytes([number]) * 32) for number in (1, 2))
+PLAN = Plan(
+    run=bytes(32),
+    revision=1,
+    attempt=1,
+    rank=0,
+    coordinator=A,
+    members=(A, B),
+    weights=(1.0, 1.0),
+    length=8,
+)
+SOURCE = Source(bytes(32), (A, B), (1.0, 1.0))
+
+
+class Arriving:
+    """A stream from the left neighbour that brings zeros and then breaks."""
+
+    peer = B
+
+    async def receive_into(self, buffer):
+        await trio.lowlevel.checkpoint()
+        buffer[:] = bytes(len(buffer))
+
+    async def receive(self, *types, timeout):
+        await trio.lowlevel.checkpoint()
+        raise PeerGone("it is gone")
+
+
+class Leaving:
+    """An endpoint with streams that take everything."""
+
+    peer_id = A
+
+    def open(self, peer, request, *, bulk):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def send_bytes(self, data):
+        await trio.lowlevel.checkpoint()
+
+    async def finish(self):
+        await trio.lowlevel.checkpoint()
+
+
+def begin(plan, inbox, previous=None):
+    return Transfer(
+        plan, torch.ones(plan.length), endpoint=Leaving(), inbox=inbox, times=RoundTimes(), previous=previous
+    )
+
+
+async def test_a_stream_that_breaks_as_it_arrives(autojump_clock):
+    """The neighbour opens its stream and is gone in the same moment: no reason to fail, another one may come."""
+    for _ in range(50):  # in random order: whoever waits for the stream goes on before or after it has broken
+        inbox = RingInbox(PLAN.run, PLAN.tag, patience=1.0)
+        async with trio.open_nursery() as nursery:
+            taken = []
+
+            async def take(inbox=inbox, taken=taken):
+                taken.append(await inbox.take(PLAN.id, B))
+
+            nursery.start_soon(take)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await inbox.deliver(RingData(PLAN.run, PLAN.tag, PLAN.id), Arriving())
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert inbox.parked == 0
+
+
+async def test_nothing_is_left_when_the_neighbour_is_lost_after_its_last_byte(autojump_clock):
+    inbox = RingInbox(PLAN.run, PLAN.tag, patience=1.0)
+    transfer = begin(PLAN, inbox)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(inbox.deliver, RingData(PLAN.run, PLAN.tag, PLAN.id), Arriving())
+        nursery.start_soon(transfer.run)
+        await transfer.settled.wait()
+        assert transfer.complete
+        with trio.fail_after(1):
+            await transfer.ended()
+
+
+async def test_what_is_being_overwritten_is_not_held(autojump_clock, monkeypatch):
+    """While an attempt takes over the memory of the one before, nothing that it writes to can be salvaged."""
+    monkeypatch.setattr(module, "IN_WORKER", 1)
+    held = (Holding(SOURCE, (Span(0, 4),)),)
+    first = begin(PLAN, RingInbox(PLAN.run, PLAN.tag, patience=1.0))
+    ring = Ring(PLAN, 0, torch.ones(8))
+    monkeypatch.setattr(ring, "holdings", lambda: held, raising=False)
+    first._ring = ring
+    first.abort()
+    second = begin(attrs.evolve(PLAN, attempt=2), RingInbox(PLAN.run, PLAN.tag, patience=1.0), first)
+    third = attrs.evolve(PLAN, attempt=3, sources=(SOURCE,), salvaged=(Salvaged(0, 2, 0, (0,)),))
+    told = []
+
+    async def in_worker(make):
+        told.append(second.holdings())
+        second.abort()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return make()
+
+    monkeypatch.setattr(module.trio.to_thread, "run_sync", in_worker)
+    await second.run()
+    with pytest.raises(ValueError, match="does not hold"):
+        Ring(third, 0, torch.ones(8), previous=await second.ended())
+    assert told == [()]
+
+
+async def test_who_is_aborted_before_it_has_begun_to_write_leaves_the_memory_alone(autojump_clock, nursery):
+    """It is aborted in the moment in which the attempt before has ended."""
+    inbox = RingInbox(PLAN.run, PLAN.tag, patience=1.0)
+    first = begin(PLAN, inbox)
+    first._ring, first._begun = Ring(PLAN, 0, torch.ones(8)), True
+    second = begin(attrs.evolve(PLAN, attempt=2), inbox, first)
+    nursery.start_soon(second.run)
+    await trio.testing.wait_all_tasks_blocked()
+    first._ended.set()
+    second.abort()
+    assert await second.ended() is first._ring
