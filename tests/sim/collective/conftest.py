@@ -123,7 +123,7 @@ class Swarm:
         times: RoundTimes = TIMES,
         limits: Callable[[int], Limits] = lambda number: Limits(),
     ) -> None:
-        self.seed, self.times = seed, times
+        self.run_id, self.seed, self.times = RUN, seed, times
         self.network = MemoryNetwork(latency=latency, bandwidth=bandwidth)
         self.peers = [Peer(self, number, limits(number)) for number in range(count)]
 

@@ -1,0 +1,95 @@
+"""Members that break the rules of an operation."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+import trio
+
+from protocol.errors import PeerGone, ShoalError
+from protocol.plan import NO_BALLOT, NO_DIGEST
+from protocol.round_messages import GatherBlock, Queued, Ready, RingData
+
+
+class Twisted:
+    """A stream on which something else is sent than was meant."""
+
+    def __init__(self, stream, message, data) -> None:
+        self.stream, self.message, self.data = stream, message, data
+
+    async def send(self, message) -> None:
+        await self.stream.send(self.message(message))
+
+    async def send_bytes(self, data) -> None:
+        await self.stream.send_bytes(self.data(data))
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def twist(peer, *, message=lambda message: message, data=lambda data: data) -> None:
+    original = peer.endpoint.open
+
+    @asynccontextmanager
+    async def opened(target, request, *, bulk=False):
+        async with original(target, request, bulk=bulk) as stream:
+            yield Twisted(stream, message, data) if isinstance(request, RingData) else stream
+
+    peer.endpoint.open = opened
+
+
+@pytest.mark.parametrize("number", range(3))
+async def test_blocks_out_of_turn_are_not_taken(autojump_clock, swarm_of, number):
+    async with swarm_of(4) as swarm:
+        liar = swarm.peers[number]
+        others = [peer for peer in swarm.peers if peer is not liar]
+        twist(liar, message=lambda block: GatherBlock((block.place + 1) % 4))
+        outcomes = {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swarm.together, lambda peer: peer.collective.gather(b"a lie"), [liar])
+            with trio.fail_after(60):
+                outcomes = await swarm.together(lambda peer: peer.collective.gather(b"%d" % peer.number), others)
+            nursery.cancel_scope.cancel()
+        truth = {peer.id: b"%d" % peer.number for peer in others}
+        for gathered in outcomes.values():
+            assert truth.items() <= {peer: bytes(block) for peer, block in gathered.blocks.items()}.items()
+
+
+async def test_blocks_beyond_the_limit_end_the_connection(autojump_clock, swarm_of):
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        await swarm.together(lambda peer: peer.collective.barrier())
+        ready = Ready(swarm.run_id, "", 2, NO_DIGEST, 1.0, 1 << 25, NO_BALLOT, (), operation="gather")
+        with pytest.raises(PeerGone, match="33554432 bytes"):
+            async with one.endpoint.open(other.id, ready) as stream:
+                await stream.receive(Queued)
+
+
+async def test_strangers_wait_for_no_tag(autojump_clock, swarm_of):
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        other.knows = lambda peer: False
+        ready = Ready(swarm.run_id, "a tag", 1, NO_DIGEST, 1.0, 1, NO_BALLOT, ())
+        begun = trio.current_time()
+        async with one.endpoint.open(other.id, ready) as stream:
+            with pytest.raises(ShoalError, match="members"):
+                await stream.receive(Queued)
+        assert trio.current_time() - begun < 1
+
+
+async def test_values_that_are_not_finite_do_not_reach_the_caller_of_an_exchange(autojump_clock, swarm_of):
+    async with swarm_of(2) as swarm:
+        honest, liar = swarm.peers
+        twist(liar, data=lambda data: torch.full((len(data) // 4,), torch.inf).numpy().tobytes())
+        twist(honest)
+        with pytest.raises(ValueError, match="finite"):
+            await honest.collective.exchange(torch.tensor([torch.nan]))
+        problems = set()
+        for _ in range(8):  # which of them opens the stream, and so which one can lie here, depends on the plan
+            outcomes = await swarm.together(lambda peer: peer.collective.exchange(torch.ones(5)))
+            exchanged = outcomes[honest]
+            assert exchanged.values is None or exchanged.values.tolist() == [1.0] * 5
+            problems.add(exchanged.problem and "finite" in exchanged.problem)
+        assert True in problems
