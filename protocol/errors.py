@@ -81,6 +81,10 @@ class ProtocolError(ShoalError):
     """The connection to the peer that is to blame has been ended."""
 
 
+class MessageTooLong(ShoalError):
+    """A message is too long to be sent. Nothing was sent, and the connection lives on."""
+
+
 class PeerGone(ShoalError):
     """The connection to a peer ended while something was waiting for it."""
 
