@@ -24,7 +24,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, MAX_WEIGHT, NO_DIGEST, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, MAX_WEIGHT, NO_BALLOT, NO_DIGEST, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
 from protocol.salvage import Holding, salvage
 from protocol.transport import Address
@@ -178,7 +178,9 @@ class Coordinator:
         return self.closes is not None and self.plan is None and self.holder is None
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
-        """A peer is ready, and has accepted no higher ballot than `heard`."""
+        """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""
+        if heard == NO_BALLOT:
+            candidate = attrs.evolve(candidate, holdings=())
         self._candidates[peer] = candidate
         self._hear(heard)
 

@@ -188,8 +188,11 @@ class Member:
         if message.holder is None:
             return
         reduced = await self._fetch(message.holder)
+        if self._acceptor.completed:
+            return  # a higher ballot was not called off, and has come to its end meanwhile
         if reduced is None or reduced.plan.base != self._work.offer.base:
             raise RoundAborted(f"{message.holder.short} completed the round, but its result cannot be had")
+        self._drop("the round is complete elsewhere")
         self._acceptor.adopt(reduced.plan)
         await self._conclude(reduced)
 
