@@ -30,7 +30,6 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
-from protocol.ring import all_finite, vector_bytes
 from protocol.roster import Roster
 from protocol.round_messages import (
     MAX_ADDRESSES,
@@ -47,13 +46,16 @@ from protocol.round_messages import (
     RoundOpen,
 )
 from protocol.sessions import Line, LocalLine, local_lines
-from protocol.transfer import IN_WORKER, READ, RingInbox, Transfer
+from protocol.transfer import READ, RingInbox, Transfer
+from protocol.vectors import all_finite, new_vector, vector_bytes
 from protocol.wire import Message
 
 _LOOKAHEAD = 2
 """A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
 
 _MAX_REDIRECTS = 16
+
+_CHECKED = 1 << 20  # elements at a time
 
 _HISTORY = 64
 """Digests of past revisions by which a peer that is further behind is told from one on another branch."""
@@ -529,7 +531,7 @@ class Rounds:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
                 if plan.heaviest > self._max_weight:
                     raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
-                mean = torch.empty(plan.length, dtype=torch.float32)
+                mean = new_vector(plan.length)
                 data = vector_bytes(mean)
                 with trio.fail_after(times.transfer(plan.length)):
                     for start in range(0, data.nbytes, READ):
@@ -555,7 +557,12 @@ class Rounds:
 
 
 async def _is_finite(values: torch.Tensor) -> bool:
-    return await trio.to_thread.run_sync(all_finite, values) if len(values) >= IN_WORKER else all_finite(values)
+    """In pieces, of which each takes a tenth of a millisecond: less than a worker thread may take to begin."""
+    for start in range(0, len(values), _CHECKED):
+        if not all_finite(values[start : start + _CHECKED]):
+            return False
+        await trio.lowlevel.checkpoint()
+    return True
 
 
 def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:

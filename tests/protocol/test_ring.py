@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from protocol.identity import PeerId
 from protocol.plan import Plan, Salvaged, Source
-from protocol.ring import Ring, Schedule, partition, reference, vector_bytes
+from protocol.reduction import partition
+from protocol.ring import Ring, Schedule, reference
 from protocol.salvage import salvage
+from protocol.vectors import vector_bytes
 
 
 def make_plan(weights: list[float], length: int) -> Plan:
@@ -37,22 +39,22 @@ def run_ring(plan: Plan, inputs: list[torch.Tensor], piece: int, order) -> list[
     sent = [0] * size
     wires: list[list[bytes]] = [[] for _ in range(size)]  # from place i to i + 1
     while True:
-        moves = [("send", place) for place in range(size) if sent[place] < rings[place].sendable]
+        moves = [("send", place) for place in range(size) if sent[place] < rings[place].sendable((place + 1) % size)]
         moves += [("receive", place) for place in range(size) if wires[place - 1]]
         if not moves:
             break
         kind, place = order(moves)
-        ring = rings[place]
+        ring, left, right = rings[place], (place - 1) % size, (place + 1) % size
         if kind == "send":
-            wires[place].append(bytes(ring.segment(sent[place])))
+            wires[place].append(bytes(ring.segment(right, sent[place])))
             sent[place] += 1
         else:
-            data, target = wires[place - 1].pop(0), ring.target()
+            data, target = wires[place - 1].pop(0), ring.target(left)
             assert len(data) == len(target)
             target[:] = data
-            ring.filled()
+            ring.filled(left)
     assert all(ring.complete for ring in rings)
-    assert sent == [ring.outgoing for ring in rings]
+    assert all(count == ring.outgoing(sink) for count, ring in zip(sent, rings, strict=True) for sink in ring.sinks)
     return [ring.mean for ring in rings]
 
 
@@ -169,19 +171,20 @@ def interrupted(plan, inputs, kept, piece, random, steps):
         peer: Ring(plan, place, inputs[peer], previous=kept.get(peer), piece=piece)
         for place, peer in enumerate(plan.members)
     }
-    line, sent, wires = list(rings.values()), [0] * len(rings), [[] for _ in rings]
+    line, sent, wires, size = list(rings.values()), [0] * len(rings), [[] for _ in rings], len(rings)
     for _ in range(steps if steps < 150 else 10**6):
-        moves = [("send", place) for place in range(len(line)) if sent[place] < line[place].sendable]
-        moves += [("receive", place) for place in range(len(line)) if wires[place - 1]]
+        moves = [("send", place) for place in range(size) if sent[place] < line[place].sendable((place + 1) % size)]
+        moves += [("receive", place) for place in range(size) if wires[place - 1]]
         if not moves:
             break
         kind, place = random.choice(moves)
         if kind == "send":
-            wires[place].append(bytes(line[place].segment(sent[place])))
+            wires[place].append(bytes(line[place].segment((place + 1) % size, sent[place])))
             sent[place] += 1
         else:
-            line[place].target()[:] = wires[place - 1].pop(0)
-            line[place].filled()
+            left = (place - 1) % size
+            line[place].target(left)[:] = wires[left].pop(0)
+            line[place].filled(left)
     return rings
 
 
@@ -195,16 +198,16 @@ def test_only_what_is_missing_is_sent_again():
     rings = {peer: Ring(plan, place, inputs[peer], piece=2) for place, peer in enumerate(plan.members)}
     line = list(rings.values())
     for number in range(3):
-        data = [bytes(ring.segment(number)) for ring in line]
+        data = [bytes(ring.segment(*ring.sinks, number)) for ring in line]
         for place, ring in enumerate(line):
-            ring.target()[:] = data[place - 1]
-            ring.filled()
+            ring.target(*ring.sources)[:] = data[place - 1]
+            ring.filled(*ring.sources)
     survivors = plan.members[:2]
     sources, salvaged = salvage(survivors, {peer: rings[peer].holdings() for peer in survivors}, 6)
     assert [(part.start, part.stop, part.holders) for part in salvaged] == [(0, 2, (0,)), (2, 4, (0, 1)), (4, 6, (1,))]
     second = attrs.evolve(plan, attempt=2, members=survivors, weights=(1.0, 1.0), sources=sources, salvaged=salvaged)
     third = [Ring(second, place, inputs[peer], previous=rings[peer], piece=2) for place, peer in enumerate(survivors)]
-    assert [(ring.outgoing, ring.incoming) for ring in third] == [(1, 1), (1, 1)]
+    assert [(ring.outgoing(*ring.sinks), ring.incoming(*ring.sources)) for ring in third] == [(1, 1), (1, 1)]
 
 
 def test_a_plan_that_relies_on_what_a_member_does_not_hold_is_refused():
@@ -228,7 +231,7 @@ def test_alone_the_mean_is_the_values():
     plan = make_plan([0.3], 4)
     ring = Ring(plan, 0, values)
     assert ring.complete
-    assert not ring.outgoing
+    assert not ring.sinks
     assert bytes(vector_bytes(ring.mean)) == bytes(vector_bytes(values))
     assert ring.mean.data_ptr() != values.data_ptr()
 

@@ -20,11 +20,12 @@ from protocol.identity import Identity, PeerId
 from protocol.member import Work
 from protocol.memory import MemoryNetwork
 from protocol.plan import Plan
-from protocol.ring import reference, vector_bytes
+from protocol.ring import reference
 from protocol.round_messages import RingData
 from protocol.rounds import RoundEvent, Rounds
 from protocol.transfer import Transfer
 from protocol.transport import Address
+from protocol.vectors import vector_bytes
 
 RUN = hashlib.sha256(b"a simulated run").digest()
 FOUNDED = bytes(32)
