@@ -14,7 +14,7 @@ import torch
 
 from protocol.plan import Plan, Source
 from protocol.salvage import Bounds, Holding, merged, missing
-from protocol.vectors import new_vector, vector_bytes
+from protocol.vectors import VectorPool, vector_bytes
 
 
 @attrs.frozen
@@ -40,6 +40,7 @@ class Reduction(ABC):
         place: Our place in it.
         previous: Our part in the attempt before, which has ended: its memory is used again, and what it holds of the
             parts that the plan salvages.
+        memory: Where a vector for the result comes from if there was no attempt before.
 
     Raises:
         ValueError: We do not hold a part that the plan says we hold.
@@ -50,7 +51,7 @@ class Reduction(ABC):
     sinks: tuple[int, ...]
     """Whom we send to."""
 
-    def __init__(self, plan: Plan, place: int, previous: Reduction | None) -> None:
+    def __init__(self, plan: Plan, place: int, previous: Reduction | None, memory: VectorPool) -> None:
         if missing(plan, place, () if previous is None else previous.holdings()):
             raise ValueError("the plan relies on parts that this member does not hold")
         self.plan = plan
@@ -58,7 +59,7 @@ class Reduction(ABC):
         """Number of segments that have come in and been dealt with."""
         self._place = place
         self._free = tuple(free_parts(plan))
-        self._buffer: torch.Tensor = new_vector(plan.length) if previous is None else previous._buffer
+        self._buffer: torch.Tensor = memory.take(plan.length) if previous is None else previous._buffer
         self._bytes = vector_bytes(self._buffer)
         self._held: dict[int | None, list[Bounds]] = {}
         for part in plan.salvaged:

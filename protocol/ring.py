@@ -29,14 +29,17 @@ from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.reduction import Reduction, Segment, free_parts, partition, pieces, window
-from protocol.vectors import all_finite, scale
+from protocol.vectors import VectorPool, all_finite, scale
 
-LARGEST_PIECE = 1 << 18
-"""Elements that are received, added and forwarded together, at most: 1 MiB stays in the cache meanwhile. Adding
-takes about as long as handing it to a worker thread (50 µs and more), so the additions stay in the caller's task."""
+LARGEST_PIECE = 1 << 20
+"""Elements of a segment, at most: 4 MiB. What arrives with the last bytes of one has to be copied."""
 
 SMALLEST_PIECE = 1 << 14
 """Elements that fill a record."""
+
+_AT_ONCE = 1 << 16
+"""Elements that are scaled and added together: they stay in the cache meanwhile. That takes less time than handing it
+to a worker thread (50 µs and more), so it is done in the caller's task."""
 
 _PIECES = 8  # of a block, if they are not too small: a member need not have a whole block before it sends the first
 
@@ -99,6 +102,7 @@ class Ring(Reduction):
         place: Our place in it.
         values: Our values: 1-D fp32 on the CPU, `plan.length` elements. Only read.
         previous: See `Reduction`.
+        memory: See `Reduction`.
         piece: Most elements of a segment; by default as the plan's length suggests.
     """
 
@@ -109,9 +113,10 @@ class Ring(Reduction):
         values: torch.Tensor,
         *,
         previous: Reduction | None = None,
+        memory: VectorPool | None = None,
         piece: int | None = None,
     ) -> None:
-        super().__init__(plan, place, previous)
+        super().__init__(plan, place, previous, memory or VectorPool())
         size = len(plan.members)
         self.sources = ((place - 1) % size,) if size > 1 else ()
         self.sinks = ((place + 1) % size,) if size > 1 else ()
@@ -121,8 +126,7 @@ class Ring(Reduction):
         self._own = sum(1 for _ in schedule.sends(place, 0)) if size > 1 else 0  # segments that nobody has added to
         last = schedule.steps // 2 - 1  # the step in which reduced elements come in for the first time
         self._summed = sum(1 for step in range(last) for _ in schedule.receives(place, step))
-        longest = max((segment.stop - segment.start for segment in self._receives if segment.add), default=0)
-        self._scratch = torch.empty(longest, dtype=torch.float32)
+        self._scratch = torch.empty(min(plan.length, _AT_ONCE), dtype=torch.float32)
         if size == 1:
             for start, stop in self._free:
                 scale(values[start:stop], self._share, out=self._buffer[start:stop])
@@ -160,13 +164,14 @@ class Ring(Reduction):
                 finite, and is passed on only after it was looked at here, so the left neighbour itself is the cause.
         """
         segment = self._receives[self.received]
-        values = self._buffer[segment.start : segment.stop]
-        if segment.add:
-            ours = self._scratch[: len(values)]
-            scale(self._values[segment.start : segment.stop], self._share, out=ours)
-            values += ours
-        if not all_finite(values):
-            raise ProtocolError("the left neighbour's values are not finite")
+        for start, stop in pieces([(segment.start, segment.stop)], _AT_ONCE):
+            values = self._buffer[start:stop]
+            if segment.add:
+                ours = self._scratch[: stop - start]
+                scale(self._values[start:stop], self._share, out=ours)
+                values += ours
+            if not all_finite(values):
+                raise ProtocolError("the left neighbour's values are not finite")
         if self.received >= self._summed:
             self._hold(segment.start, segment.stop, segment.source)
         self.received += 1

@@ -47,7 +47,7 @@ from protocol.round_messages import (
 )
 from protocol.sessions import Line, LocalLine, local_lines
 from protocol.transfer import READ, RingInbox, Transfer
-from protocol.vectors import all_finite, new_vector, vector_bytes
+from protocol.vectors import VectorPool, all_finite, vector_bytes
 from protocol.wire import Message
 
 _LOOKAHEAD = 2
@@ -121,6 +121,7 @@ class Rounds:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report, self._max_weight = roster, report, max_weight
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
+        self._vectors = VectorPool()
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
@@ -360,6 +361,7 @@ class Rounds:
             endpoint=self._endpoint,
             inbox=self._inbox,
             times=self._times,
+            memory=self._vectors,
             previous=work.last,
         )
         self._spawn(self._run_transfer, transfer)
@@ -531,7 +533,7 @@ class Rounds:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
                 if plan.heaviest > self._max_weight:
                     raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
-                mean = new_vector(plan.length)
+                mean = self._vectors.take(plan.length)
                 data = vector_bytes(mean)
                 with trio.fail_after(times.transfer(plan.length)):
                     for start in range(0, data.nbytes, READ):

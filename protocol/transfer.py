@@ -24,6 +24,7 @@ from protocol.reduction import Reduction
 from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding
+from protocol.vectors import VectorPool
 
 MAX_PARKED = 32
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
@@ -110,6 +111,7 @@ class Transfer:
     Args:
         plan: The accepted plan, which includes this peer.
         values: This peer's values; only read.
+        memory: Where the result's vector comes from.
         previous: The attempt before, which has been aborted. What it leaves is used once it has ended.
     """
 
@@ -121,6 +123,7 @@ class Transfer:
         endpoint: Endpoint,
         inbox: RingInbox,
         times: RoundTimes,
+        memory: VectorPool,
         previous: Transfer | None = None,
     ) -> None:
         self.plan = plan
@@ -130,7 +133,7 @@ class Transfer:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._values = values
-        self._endpoint, self._inbox, self._times = endpoint, inbox, times
+        self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
         self._previous = previous
         self._ring: Reduction | None = None
@@ -195,7 +198,7 @@ class Transfer:
         await trio.lowlevel.checkpoint()  # we may have been aborted, and somebody else may be using that memory
         if self._previous is not None:
             self._ring, self._previous = await self._previous.ended(), None
-        make = partial(Ring, self.plan, self._place, self._values, previous=self._ring)
+        make = partial(Ring, self.plan, self._place, self._values, previous=self._ring, memory=self._memory)
         alone = len(self.plan.members) == 1  # so the whole vector is copied at once
         self._ring = await trio.to_thread.run_sync(make) if alone and self.plan.length >= IN_WORKER else make()
         if self._ring.complete:

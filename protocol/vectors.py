@@ -5,25 +5,50 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import weakref
 
+import numpy as np
 import torch
 
-_HUGE = 1 << 21  # bytes of a huge page
+_SMALLEST = 1 << 22  # bytes of which it is worth while: two huge pages
 
 
-def new_vector(length: int) -> torch.Tensor:
-    """A 1-D fp32 CPU tensor with any contents.
+class VectorPool:
+    """Makes vectors. The memory of a large one that nobody refers to any more becomes the next one of its length.
 
-    In huge pages where the system has them: touching 100 MiB of new memory for the first time costs 40 ms and more in
-    small pages, as much as encrypting it four times.
+    New memory costs more than anything else that is done with a vector: the system fills it with zeros, page by page,
+    when it is touched for the first time.
     """
-    size = 4 * length
-    if size < 2 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(length, dtype=torch.float32)
+
+    def __init__(self) -> None:
+        self._spare: mmap.mmap | None = None
+
+    def take(self, length: int) -> torch.Tensor:
+        """A 1-D fp32 CPU tensor with any contents."""
+        size = 4 * length
+        if size < _SMALLEST:
+            return torch.empty(length, dtype=torch.float32)
+        memory, self._spare = self._spare, None
+        if memory is None or len(memory) != size:
+            memory = _new_memory(size)
+        array = np.frombuffer(memory, dtype=np.float32)
+        weakref.finalize(
+            array, self._give, memory
+        ).atexit = False  # the tensor, and all views of it, refer to the array
+        return torch.from_numpy(array)
+
+    def _give(self, memory: mmap.mmap) -> None:
+        self._spare = memory
+
+
+def _new_memory(size: int) -> mmap.mmap:
+    """In huge pages where the system has them: with small ones, 100 MiB take 40 ms and more."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32)
+    return memory
 
 
 def vector_bytes(values: torch.Tensor) -> memoryview:

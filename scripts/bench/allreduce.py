@@ -112,6 +112,7 @@ class Ours:
 
     async def reduce(self, count: int) -> tuple[float, float]:
         """So many rounds, one after the other: when they began and ended."""
+        self._result = torch.empty(0)  # or its memory could not be used again
         began = time.perf_counter()
         for _ in range(count):
             reduced = await self._rounds.all_reduce(self._revision + 1, self._values, 1.0, digest=self._digest)
