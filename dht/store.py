@@ -126,11 +126,15 @@ class RecordStore:
             return Verdict.FULL
         if not record.verify():
             return Verdict.FORGED
+        dropped: list[Held] = []
         while not self._fits(record):
             victim = self._victim(record, origin)
             if victim is None:
+                for other in dropped:
+                    self._hold(other)
                 return Verdict.FULL
             self._drop(victim)
+            dropped.append(victim)
         self._insert(Held(record, expires, origin))
         return Verdict.STORED
 
@@ -209,7 +213,8 @@ class RecordStore:
             candidates: Iterator[Held] = islice(self._origins[crowd].values(), _COMPARED)
         else:
             candidates = (held for held in entries.values() if held.origin == crowd)
-        return max(candidates, key=lambda held: distance(held.record.key, self._own))
+        others = (held for held in candidates if held is not entries.get(record.signer))
+        return max(others, key=lambda held: distance(held.record.key, self._own), default=None)
 
     def _insert(self, held: Held) -> None:
         replaced = self._keys.get(held.record.key, {}).get(held.record.signer)

@@ -180,10 +180,11 @@ async def relay(endpoint: Endpoint, peers: Sequence[PeerId], psk: bytes | None, 
             found = other.statistics(endpoint.peer_id)
         except ShoalError:
             found = None
+        passing = [peer for peer in willing if found is not None and other.host(peer) == found.remote.host]
         running.cancel_scope.cancel()
     if found is not None:
         way = f"from here to here again takes {found.rtt * 1000:.1f} ms"
-        return [Finding("relay", "ok", f"peer {found.remote.host.partition('.')[0][:8]} relays: {way} through it")]
+        return [Finding("relay", "ok", f"peer {' or '.join(peer.short for peer in passing)} relays: {way} through it")]
     peers_in_reach = "the peer" if len(peers) == 1 else f"none of the {len(peers)} peers"
     if willing:
         refused = f"{', '.join(peer.short for peer in willing)} offered to relay, and did not: too busy, maybe"

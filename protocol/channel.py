@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer, WrongSwarmKey, WrongVersion
 from protocol.identity import PUBLIC_KEY_SIZE, SIGNATURE_SIZE, Identity, PeerId, verify
 from protocol.keyring import Keyring, prove, proved
-from protocol.noise import KEY_SIZE, Handshake
+from protocol.noise import KEY_SIZE, CipherState, Handshake
 from protocol.records import RecordReader, RecordWriter
 from protocol.transport import Address, Buffer, ByteStream, LineState, PacedStream
 
@@ -32,6 +32,9 @@ _PREAMBLE_SIZE = 8  # magic, version, flags, status
 _PRIVATE = 1  # flag: this side has a swarm key
 # Status, in the responder's preamble; the last one: the second of the initiator's keys is the one that we share.
 _ACCEPTED, _WRONG_KEY, _SECOND_KEY = 0, 1, 2
+LANE_OPENING = _MAGIC + bytes([VERSION, 2, 0])
+"""What comes first on a lane (see `lane`) in the place of a preamble."""
+
 _PROLOGUE = b"shoal-channel-v1"
 _SIGNATURE = "channel-static-key-v1"
 _MAX_HANDSHAKE_MESSAGE = 4096
@@ -52,6 +55,7 @@ async def handshake(
     psk: bytes | Keyring | None = None,
     expected: PeerId | None = None,
     features: bytes = b"",
+    opening: bytes | None = None,
 ) -> SecureChannel:
     """Find out who is at the other end of a new connection, and encrypt it from then on.
 
@@ -65,6 +69,7 @@ async def handshake(
             them learns nothing but that there is one.
         expected: Who it must be; None takes anybody.
         features: Up to `MAX_FEATURES` bytes for the other side. In a public run, whoever dials us can read them.
+        opening: What the other side sent first, if the caller has received that: see `lanes.greet`.
 
     Raises:
         WrongPeer: it is somebody else than `expected`.
@@ -76,7 +81,7 @@ async def handshake(
     if len(features) > MAX_FEATURES:
         raise ValueError(f"features have at most {MAX_FEATURES} bytes, not {len(features)}")
     keys = psk.keys if isinstance(psk, Keyring) else () if psk is None else (psk,)
-    session = _Session(stream, identity, initiator, keys, expected, features)
+    session = _Session(stream, identity, initiator, keys, expected, features, opening)
     channel: SecureChannel | None = None
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT):
@@ -94,6 +99,23 @@ async def handshake(
     return channel
 
 
+async def receive_exactly(stream: ByteStream, size: int) -> bytes:
+    """So many bytes of a handshake, and no more.
+
+    Raises:
+        HandshakeError: The connection ended before.
+        PeerGone: It broke.
+    """
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        count = await stream.receive_into(rest)
+        if count == 0:
+            raise HandshakeError(f"{stream.remote} closed the connection during the handshake")
+        rest = rest[count:]
+    return bytes(data)
+
+
 class SecureChannel:
     """An encrypted connection to a peer that has proved who it is. Made by `handshake`.
 
@@ -103,8 +125,9 @@ class SecureChannel:
     def __init__(
         self,
         stream: ByteStream,
-        session: Handshake,
-        peer: _Introduction,
+        ciphers: tuple[CipherState, CipherState],
+        secret: bytes,
+        peer: Introduction,
         *,
         sent: int,
         received: int,
@@ -122,9 +145,12 @@ class SecureChannel:
         self.bytes_received = received
         self.rtt = rtt
         """Seconds from our first message to the answer, which the other side had to compute."""
+        self.secret = secret
+        """What both sides know and nobody else does, for deriving other keys; see `noise.Handshake.export`."""
+        self.introduction = peer
         self._stream = stream
         self._paced = stream if isinstance(stream, PacedStream) else None
-        sending, receiving = session.split()
+        sending, receiving = ciphers
         self._writer = RecordWriter(sending)
         self._reader = RecordReader(receiving)
         self._writing = False
@@ -230,7 +256,7 @@ class SecureChannel:
 
 
 @attrs.frozen
-class _Introduction:
+class Introduction:
     """What a side says about itself in the handshake."""
 
     public_key: bytes
@@ -247,6 +273,7 @@ class _Session:
     _keys: tuple[bytes, ...]
     _expected: PeerId | None
     _features: bytes
+    _opening: bytes | None
     _static: X25519PrivateKey = attrs.field(factory=X25519PrivateKey.generate, init=False)
     _ephemeral: X25519PrivateKey = attrs.field(factory=X25519PrivateKey.generate, init=False)
     _sent: int = attrs.field(default=0, init=False)
@@ -272,7 +299,11 @@ class _Session:
         return self._channel(noise, peer, rtt)
 
     async def respond(self) -> SecureChannel:
-        theirs = await self._receive(_PREAMBLE_SIZE)
+        theirs = self._opening
+        if theirs is None:
+            theirs = await self._receive(_PREAMBLE_SIZE)
+        else:
+            self._received += len(theirs)
         try:
             self._check_preamble(theirs)
         except HandshakeError:
@@ -298,9 +329,17 @@ class _Session:
             raise self._wrong_peer(peer)
         return self._channel(noise, peer, rtt)
 
-    def _channel(self, noise: Handshake, peer: _Introduction, rtt: float) -> SecureChannel:
-        sent, received = self._sent, self._received
-        return SecureChannel(self._stream, noise, peer, sent=sent, received=received, rtt=rtt, swarm_key=noise.psk)
+    def _channel(self, noise: Handshake, peer: Introduction, rtt: float) -> SecureChannel:
+        return SecureChannel(
+            self._stream,
+            noise.split(),
+            noise.export(),
+            peer,
+            sent=self._sent,
+            received=self._received,
+            rtt=rtt,
+            swarm_key=noise.psk,
+        )
 
     def _noise(self) -> Handshake:
         prologue = _PROLOGUE + self._preamble()
@@ -338,7 +377,7 @@ class _Session:
         signature = self._identity.sign(_SIGNATURE, role, self._static.public_key().public_bytes_raw())
         return self._identity.public_key + signature + self._features
 
-    def _introduced(self, noise: Handshake, payload: bytes) -> _Introduction:
+    def _introduced(self, noise: Handshake, payload: bytes) -> Introduction:
         public_key = payload[:PUBLIC_KEY_SIZE]
         signature = payload[PUBLIC_KEY_SIZE : PUBLIC_KEY_SIZE + SIGNATURE_SIZE]
         features = payload[PUBLIC_KEY_SIZE + SIGNATURE_SIZE :]
@@ -346,7 +385,7 @@ class _Session:
             raise HandshakeError(f"{self._stream.remote} could not prove its identity")
         if len(features) > MAX_FEATURES:
             raise HandshakeError(f"{self._stream.remote} sent {len(features)} bytes of features: too many")
-        return _Introduction(public_key, features)
+        return Introduction(public_key, features)
 
     def _read(self, noise: Handshake, message: bytes) -> bytes:
         try:
@@ -358,7 +397,7 @@ class _Session:
         message = f"{self._stream.remote} has another swarm key than we"
         return WrongSwarmKey(message, hint=f"{_SWARM_KEY_HINT} {_ROTATED_HINT}")
 
-    def _wrong_peer(self, peer: _Introduction) -> WrongPeer:
+    def _wrong_peer(self, peer: Introduction) -> WrongPeer:
         found = PeerId.of(peer.public_key)
         return WrongPeer(f"{self._stream.remote} has another identity: it is peer {found}, not {self._expected}")
 
@@ -380,15 +419,8 @@ class _Session:
 
     async def _receive(self, size: int) -> bytes:
         """Just `size` bytes: the stream goes on where the handshake ends."""
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            count = await self._stream.receive_into(rest)
-            if count == 0:
-                raise HandshakeError(f"{self._stream.remote} closed the connection during the handshake")
-            rest = rest[count:]
         self._received += size
-        return bytes(data)
+        return await receive_exactly(self._stream, size)
 
     async def _receive_framed(self) -> bytes:
         size = int.from_bytes(await self._receive(2), "big")

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import attrs
 import trio
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, le, optional
 
 from protocol.budget import Account
 from protocol.channel import SecureChannel
@@ -24,12 +24,17 @@ from protocol.errors import (
     ShoalError,
 )
 from protocol.frames import MAX_RECORD
+from protocol.lane_policy import MAX_LANES
+from protocol.lanes import Dial, Lanes
 from protocol.liveness import Progress, Pulse
-from protocol.mux import FIRST_WINDOW, Mux, MuxLimits
+from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import (
     INITIAL_WINDOW,
+    Acknowledged,
     Event,
     Goodbye,
+    LanesWanted,
+    MuxLimits,
     MuxStream,
     Opened,
     Placed,
@@ -39,7 +44,6 @@ from protocol.mux_stream import (
     Retired,
     Stopped,
 )
-from protocol.pacing import Pacer
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
@@ -78,6 +82,8 @@ class Limits:
     """Bytes of bulk data per second that all connections send together."""
     max_download: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """Bytes of bulk data per second that all connections take in together."""
+    max_lanes: int = attrs.field(default=MAX_LANES, validator=[ge(0), le(MAX_LANES)])
+    """Connections beside the first one that bulk data between two peers may have, where that makes it faster."""
     heartbeat: float = attrs.field(default=1.0, validator=gt(0))
     """Seconds between pings."""
     dead_after: float = attrs.field(default=4.0, validator=gt(0))
@@ -107,6 +113,7 @@ class Connection:
         path: How it was made.
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
+        dial: How lanes are dialled; None if there can be none.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class Connection:
         path: Path = "direct",
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
+        dial: Dial | None = None,
     ) -> None:
         self.peer = channel.peer_id
         self.channel = channel
@@ -131,7 +139,7 @@ class Connection:
         self._limits = limits
         self._serve = serve
         self._ended = ended
-        self._upload = upload
+        self.upload = upload
         self._download = download
         self._withheld: dict[MuxStream, int] = {}
         self._granting = trio.lowlevel.ParkingLot()
@@ -140,6 +148,9 @@ class Connection:
             limits=MuxLimits(limits.max_streams, _window(limits)),
             memory=memory,
         )
+        self.lanes = Lanes(self, dial, limit=limits.max_lanes, most_kept=2 * _window(limits))
+        self._patience = TokenBucket(_WORK_PER_SECOND)
+        self._worked = 0  # of the mux's work, what patience was spent for
         self._streams: dict[int, Stream] = {}
         self._serving = 0
         self._slots = trio.lowlevel.ParkingLot()
@@ -147,7 +158,6 @@ class Connection:
         self._over = trio.Event()
         self._writing = trio.CancelScope(shield=True)
         self._nursery: trio.Nursery | None = None
-        self._pacer = Pacer()
         self._pulse = Pulse(
             heartbeat=limits.heartbeat, dead_after=limits.dead_after, rtt=channel.rtt, now=trio.current_time()
         )
@@ -182,6 +192,7 @@ class Connection:
                 nursery.start_soon(self._write)
                 nursery.start_soon(self._read)
                 nursery.start_soon(self._beat)
+                nursery.start_soon(self.lanes.run)
                 if self._download is not None:
                     nursery.start_soon(self._grant_withheld, self._download)
                 try:
@@ -251,6 +262,23 @@ class Connection:
     def kick(self) -> None:
         """There may be something to write."""
         self._wake.unpark_all()
+        if self.mux.pieces_waiting:
+            self.lanes.kick()
+
+    def progressed(self, raw: MuxStream) -> None:
+        """Some of a stream's data was taken."""
+        if (stream := self._streams.get(raw.id)) is not None:
+            stream.on_progress()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes on the wire so far, lanes included."""
+        return self.channel.bytes_sent + self.lanes.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes from the wire so far, lanes included."""
+        return self.channel.bytes_received + self.lanes.bytes_received
 
     def forget(self, stream: Stream) -> None:
         """A stream was closed."""
@@ -274,33 +302,35 @@ class Connection:
         self._ended(self)
 
     async def _read(self) -> None:
-        patience = TokenBucket(_WORK_PER_SECOND)
-        work = 0
         try:
             while self.failure is None:
                 await self.channel.fill()
                 self._pulse.heard(trio.current_time())
                 while self.failure is None and (record := self.channel.take(self.mux.place)) is not None:
-                    for event in self.mux.receive(record):
-                        self._dispatch(event)
-                    if self.mux.work - work >= _WORK_AT_ONCE:
-                        work = await self._rest(patience, work)
-                work = await self._rest(patience, work)
+                    self.dispatch(self.mux.receive(record))
+                    if self.mux.work - self._worked >= _WORK_AT_ONCE:
+                        await self.rest()
+                await self.rest()
         except PeerGone as error:
             self._end(error)
         except ProtocolError as error:
             self.fail(error)
 
-    async def _rest(self, patience: TokenBucket, work: int) -> int:
+    async def rest(self) -> None:
         """After some records: whoever floods us waits, so that others get their turn."""
         self._end_if_done()
         if self.mux.urgent or self.mux.bulk_waiting:
             self.kick()
         now = trio.current_time()
-        patience.spend(self.mux.work - work, now)
-        if delay := patience.delay(now):
+        self._patience.spend(self.mux.work - self._worked, now)
+        self._worked = self.mux.work
+        if delay := self._patience.delay(now):
             await trio.sleep(delay)
-        return self.mux.work
+
+    def dispatch(self, events: list[Event]) -> None:
+        """Tells those concerned what arrived."""
+        for event in events:
+            self._dispatch(event)
 
     def _dispatch(self, event: Event) -> None:
         match event:
@@ -316,6 +346,10 @@ class Connection:
                     stream.on_reset(event)
             case Pong(token):
                 self._pulse.answered(token, trio.current_time())
+            case Acknowledged():
+                self.lanes.on_acknowledged(event)
+            case LanesWanted(count):
+                self.lanes.on_wanted(count)
             case Goodbye(reason, evidence) if evidence:
                 raise IdentityInUse(f"{self.peer.short} says that {reason}", evidence=evidence)
             case Goodbye(reason):
@@ -348,13 +382,13 @@ class Connection:
             with self._writing:
                 while await self._until_writable():
                     started = trio.current_time()
-                    allowance = budget if self._upload is None else self._upload.level(started)
+                    allowance = budget if self.upload is None else self.upload.level(started)
                     batch = self.mux.take(budget, max(0, allowance))
-                    if self._upload is not None:
-                        self._upload.spend(batch.bulk, started)
+                    if self.upload is not None:
+                        self.upload.spend(batch.bulk, started)
+                    self.lanes.on_bulk(batch.bulk)
                     for raw in batch.progressed:
-                        if (stream := self._streams.get(raw.id)) is not None:
-                            stream.on_progress()
+                        self.progressed(raw)
                     if batch.records:
                         self._write_progress.begin(started, self.channel.taken)
                         await self.channel.send(*batch.records)
@@ -366,15 +400,10 @@ class Connection:
 
     def _next_budget(self, budget: int, seconds: float) -> int:
         """The size of the next write, after one that took so long. From time to time, decides the rate too."""
-        pacer, now = self._pacer, trio.current_time()
-        if not self.mux.bulk_waiting:
-            pacer.pause()
-        if pacer.due(now) and (path := self.channel.measure()) is not None:
-            pacer.update(now, path)
-            self.channel.pace(pacer.rate, pacer.unsent)
-        if pacer.burst:
-            whole = pacer.burst // MAX_RECORD * MAX_RECORD
-            return min(whole or pacer.burst, LARGEST_WRITE)
+        self.lanes.pace()
+        if burst := self.lanes.pacer.burst:
+            whole = burst // MAX_RECORD * MAX_RECORD
+            return min(whole or burst, LARGEST_WRITE)
         return _adapted(budget, seconds)
 
     async def _until_writable(self) -> bool:
@@ -383,14 +412,14 @@ class Connection:
             if self.mux.urgent:
                 return True
             if self.mux.bulk_waiting:
-                delay = 0.0 if self._upload is None else self._upload.delay(trio.current_time())
+                delay = 0.0 if self.upload is None else self.upload.delay(trio.current_time())
                 if not delay:
                     return True
-                self._pacer.pause()
+                self.lanes.pacer.pause()
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
-                self._pacer.pause()
+                self.lanes.pause()
                 await self._wake.park()
         return False
 

@@ -16,7 +16,7 @@ import trio
 from protocol import wire
 from protocol.book import AddressBook, Strikes
 from protocol.budget import Budget
-from protocol.channel import SecureChannel
+from protocol.channel import HANDSHAKE_TIMEOUT, SecureChannel
 from protocol.connection import Connection, Limits
 from protocol.dialer import Dial, Route, first_to_answer, path_of
 from protocol.door import Door, Greeting, origin
@@ -37,6 +37,7 @@ from protocol.hello import Hello
 from protocol.identity import Identity, PeerId
 from protocol.introduction import Introductions, theirs_of
 from protocol.keyring import Keyring
+from protocol.lanes import greet
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
 from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
@@ -401,9 +402,14 @@ class Endpoint:
     ) -> None:
         """Does the handshake with somebody who has dialled us; over a relay, it has to be peer `relayed`."""
         try:
+            scope.deadline = trio.current_time() + HANDSHAKE_TIMEOUT
             with scope:
+                if (opening := await greet(stream, self._links.lanes)) is None:
+                    return
                 seen = None if relayed else stream.remote
-                channel = await self._introductions.exchange(stream, initiator=False, expected=relayed, seen=seen)
+                channel = await self._introductions.exchange(
+                    stream, initiator=False, expected=relayed, seen=seen, opening=opening
+                )
                 theirs = theirs_of(channel)
                 if theirs.probe:
                     self._running().start_soon(self._observer.serve, channel)
@@ -528,6 +534,7 @@ class Endpoint:
             path=path,
             upload=None if relayed else self._upload,
             download=None if relayed else self._download,
+            dial=None if relayed else self._transport.dial,
         )
         self._connections[connection] = None
         self._running().start_soon(self._run_connection, connection)

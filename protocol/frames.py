@@ -17,8 +17,14 @@ MAX_RECORD = 65_519
 
 HEADER = struct.Struct(">BBHI")
 U32 = struct.Struct(">I")
+PIECE = struct.Struct(">QI")
+"""Payload of PIECE: offset and length."""
+
+ACK = struct.Struct(">II")
+"""Payload of ACK: the lane's number, and how many pieces have arrived on it."""
+
 FIN = 1
-"""Flag of DATA and BODY: the last data of this direction."""
+"""Flag of DATA, BODY and PIECE: the last data of this direction."""
 
 BULK = 1
 """Flag of OPEN."""
@@ -47,11 +53,25 @@ class Kind(IntEnum):
     PONG = 8
     RETIRE = 9
     GOODBYE = 10
+    PIECE = 11
+    ACK = 12
+    LANES = 13
 
 
 _KINDS = {int(kind): kind for kind in Kind}
-_SIZES = {Kind.OPEN: 0, Kind.BODY: 4, Kind.CREDIT: 4, Kind.STOP: 0, Kind.PING: 8, Kind.PONG: 8, Kind.RETIRE: 0}
-_OF_CONNECTION = frozenset({Kind.PING, Kind.PONG, Kind.RETIRE, Kind.GOODBYE})
+_SIZES = {
+    Kind.OPEN: 0,
+    Kind.BODY: 4,
+    Kind.CREDIT: 4,
+    Kind.STOP: 0,
+    Kind.PING: 8,
+    Kind.PONG: 8,
+    Kind.RETIRE: 0,
+    Kind.PIECE: PIECE.size,
+    Kind.ACK: ACK.size,
+    Kind.LANES: 4,
+}
+_OF_CONNECTION = frozenset({Kind.PING, Kind.PONG, Kind.RETIRE, Kind.GOODBYE, Kind.ACK, Kind.LANES})
 
 
 def pack(kind: Kind, flags: int, stream: int, payload: bytes = b"") -> bytes:

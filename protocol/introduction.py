@@ -39,6 +39,7 @@ class Introductions:
         dial: int = 0,
         seen: Address | None = None,
         probe: bool = False,
+        opening: bytes | None = None,
     ) -> SecureChannel:
         """Does the handshake; see `channel.handshake`, and `Hello` for what goes along.
 
@@ -52,6 +53,7 @@ class Introductions:
             psk=self._psk,
             expected=expected,
             features=wire.encode(self._describe(dial, seen, probe)),
+            opening=opening,
         )
         try:
             theirs_of(channel)

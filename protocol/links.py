@@ -13,6 +13,7 @@ import trio
 from protocol.connection import Connection
 from protocol.hello import Hello
 from protocol.identity import PeerId
+from protocol.lanes import Lanes
 from protocol.transport import Address, Path
 
 _SETTLED = 10.0  # seconds after which a connection is not one of two simultaneous dials any more
@@ -109,6 +110,10 @@ class Links:
         """The connection to use."""
         return self._links.get(peer)
 
+    def lanes(self, token: bytes) -> Lanes | None:
+        """Those of the connection that is called by a token."""
+        return next((one.lanes for one in self.connections if one.lanes.token == token), None)
+
     def direct(self) -> list[Link]:
         """The connections that go through nobody else."""
         return [link for link in self._links.values() if not link.relayed]
@@ -168,8 +173,8 @@ class Links:
         return PeerStatistics(
             remote=connection.channel.remote,
             rtt=connection.rtt,
-            bytes_sent=connection.channel.bytes_sent,
-            bytes_received=connection.channel.bytes_received,
+            bytes_sent=connection.bytes_sent,
+            bytes_received=connection.bytes_received,
             streams=connection.streams,
             seconds=trio.current_time() - link.since,
             path=connection.path,
@@ -224,8 +229,8 @@ class Links:
 
 
 def _sent(connection: Connection) -> int:
-    return 0 if connection.path == "relayed" else connection.channel.bytes_sent
+    return 0 if connection.path == "relayed" else connection.bytes_sent
 
 
 def _received(connection: Connection) -> int:
-    return 0 if connection.path == "relayed" else connection.channel.bytes_received
+    return 0 if connection.path == "relayed" else connection.bytes_received

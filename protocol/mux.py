@@ -22,16 +22,16 @@ from __future__ import annotations
 
 from collections import deque
 
-import attrs
-
 from protocol.budget import Account
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import (
+    ACK,
     BULK,
     FIN,
     HEADER,
     IN_USE,
     MAX_RECORD,
+    PIECE,
     U32,
     Buffer,
     Kind,
@@ -43,19 +43,24 @@ from protocol.frames import (
     unpack_goodbye,
     unpack_reset,
 )
+from protocol.inflow import discard, next_offset, note_end, place, read_into, take_in
 from protocol.mux_stream import (
     INITIAL_WINDOW,
+    Acknowledged,
+    Batch,
     Event,
     Goodbye,
+    Intake,
+    LanesWanted,
+    MuxLimits,
     MuxStream,
     Opened,
-    Placed,
     Pong,
-    Readable,
     Reset,
     Retired,
     Stopped,
 )
+from protocol.pieces import Piece
 
 FIRST_WINDOW = 1 << 20
 """Bytes that a bulk stream's window has at least, once somebody reads raw bytes from it, if the budget allows."""
@@ -64,28 +69,7 @@ _INLINE = 4096  # data below this travels inside a frame record: copying it cost
 _TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
 _MAX_URGENT = 1 << 17  # bytes of replies for a peer that asks but does not read
 _LAST_ID = 2**32 - 2
-
-
-@attrs.frozen
-class MuxLimits:
-    """Bounds on what the other side can make us keep."""
-
-    max_streams: int = 128
-    """Streams that the other side may have open."""
-    window: int = 1 << 23
-    """Bytes of a bulk stream that may be on their way or unread, at most."""
-
-
-@attrs.frozen
-class Batch:
-    """What to send now."""
-
-    records: list[Buffer]
-    """To be sealed before anything else runs: some are views of the writers' own buffers."""
-    bulk: int
-    """Bytes of bulk data in them."""
-    progressed: list[MuxStream]
-    """The streams that data was taken from."""
+_LAST_OFFSET = 2**63
 
 
 class Mux:
@@ -109,9 +93,13 @@ class Mux:
         self._pong: bytes | None = None
         self._control: deque[MuxStream] = deque()
         self._bulk: deque[MuxStream] = deque()
-        self._body: tuple[MuxStream | None, bool] = (None, False)  # whose body comes next, and does it end the data
-        self._body_left = 0
-        self._place: memoryview | None = None  # what `place` returned last, until its record has come
+        self._pieced: deque[MuxStream] = deque()
+        self._again: deque[Piece] = deque()  # those of lanes that were lost
+        self._acks: dict[int, int] = {}
+        self._lanes_wanted: int | None = None
+        self._intake = Intake()
+        self.lanes = 0  # that carry pieces; while there are some, this connection does not
+        self.carried = 0  # pieces that lanes carry
         self._farewell: bytes | None = None
         self.work = 0  # frames and small records received: what they cost hardly depends on their length
         self.closed = False  # our goodbye is among the records taken
@@ -120,8 +108,8 @@ class Mux:
 
     @property
     def idle(self) -> bool:
-        """No stream is open."""
-        return not self._streams
+        """No stream is open, and all pieces have arrived."""
+        return not self._streams and not self.carried and not self._again
 
     @property
     def opened(self) -> int:
@@ -133,12 +121,18 @@ class Mux:
         """There is something to send that may not wait for a bulk allowance."""
         if self.closed:
             return False
-        return bool(self._urgent or self._credits or self._pong or self._control or self._farewell)
+        asked = self._urgent or self._credits or self._pong or self._control or self._farewell or self._acks
+        return bool(asked) or self._lanes_wanted is not None
 
     @property
     def bulk_waiting(self) -> bool:
-        """There is bulk data to send."""
-        return bool(self._bulk) and not self.closed
+        """There is bulk data to send on this connection."""
+        return not self.closed and bool(self._bulk or (self.pieces_waiting and not self.lanes))
+
+    @property
+    def pieces_waiting(self) -> bool:
+        """There is data that lanes may carry."""
+        return bool(self._pieced or self._again)
 
     # What this side does.
 
@@ -193,6 +187,7 @@ class Mux:
 
     def reset(self, stream: MuxStream, code: str = "", text: str = "") -> None:
         """Gives up both directions of a stream, at once."""
+        stream.abandoned = True
         if self._streams.get(stream.id) is stream:
             self._remove(stream)
             self._reset_id(stream.id, code, text)
@@ -215,6 +210,14 @@ class Mux:
             self.retired = True
             self._send_urgent(Kind.RETIRE, 0, 0)
 
+    def want_lanes(self, count: int) -> None:
+        """Asks the other side for so many lanes."""
+        self._lanes_wanted = count
+
+    def acknowledge(self, lane: int, pieces: int) -> None:
+        """Tells the other side that so many pieces have arrived on a lane."""
+        self._acks[lane] = pieces
+
     def goodbye(self, reason: str, evidence: bytes = b"") -> None:
         """Ends the connection: nothing but the urgent frames before it is sent any more.
 
@@ -228,20 +231,7 @@ class Mux:
 
     def read_into(self, stream: MuxStream, buffer: memoryview) -> int:
         """Moves what has arrived to `buffer`; returns the number of bytes. The caller owes a `grant` for them."""
-        filled = 0
-        while filled < len(buffer) and stream._chunks:
-            chunk = stream._chunks[0]
-            count = min(len(chunk), len(buffer) - filled)
-            with memoryview(chunk) as view:
-                buffer[filled : filled + count] = view[:count]
-            filled += count
-            if count == len(chunk):
-                stream._chunks.popleft()
-            elif isinstance(chunk, bytearray):
-                del chunk[:count]
-            else:
-                stream._chunks[0] = memoryview(chunk)[count:]
-        stream.available -= filled
+        filled = read_into(stream, buffer)
         self._release_read(stream, filled)
         return filled
 
@@ -251,7 +241,8 @@ class Mux:
             stream.bulk = True
             if stream._scheduled:
                 self._control.remove(stream)
-                self._bulk.append(stream)
+                stream._scheduled = False
+                self._schedule(stream)
 
     def widen(self, stream: MuxStream) -> None:
         """Gives a stream whose raw bytes somebody reads a larger window, as far as the budget goes.
@@ -290,7 +281,14 @@ class Mux:
             return Batch(records.records, 0, [])
         progressed: dict[int, MuxStream] = {}
         self._take_data(self._control, records, budget, progressed)
-        taken = self._take_data(self._bulk, records, min(budget - records.size, bulk), progressed)
+        room = min(budget - records.size, bulk)
+        taken = self._take_data(self._bulk, records, room, progressed)
+        while not self.lanes and taken < room and (piece := self.take_piece(min(room - taken, _TURN))) is not None:
+            records.add(piece.announcement)
+            records.add_body(memoryview(piece.data))
+            self.memory.give(len(piece.data) if piece.copied else 0)
+            progressed[piece.stream.id] = piece.stream
+            taken += len(piece.data)
         records.flush()
         return Batch(records.records, taken, list(progressed.values()))
 
@@ -299,19 +297,39 @@ class Mux:
         if stream._owed and not stream._peer_fin and stream.id in self._streams:
             self._credits[stream.id] = stream
 
+    def take_piece(self, size: int) -> Piece | None:
+        """The next piece for a lane: one that another has lost, else one of `size` bytes or less.
+
+        Its data is a view of the writer's own buffer, which must be copied or sealed before anything else runs.
+        """
+        while self._again:
+            piece = self._again.popleft()
+            if not piece.stream.abandoned:
+                return piece
+            self.memory.give(len(piece.data))
+        while self._pieced:
+            stream = self._pieced.popleft()
+            stream._scheduled = False
+            if stream._sendable and stream.id in self._streams:
+                offset = stream._taken
+                data, last = self._cut(stream, size)
+                self._schedule(stream)
+                return Piece(stream, offset, data, last)
+        return None
+
+    def carry_again(self, pieces: list[Piece]) -> None:
+        """The pieces of a lane that was lost go first."""
+        self._again.extendleft(reversed(pieces))
+
     # What the other side does.
 
-    def place(self, size: int) -> memoryview | None:
-        """Where the next record, of so many bytes, may be written before it is given to `receive`."""
-        if not self._body_left:
+    def place(self, size: int, intake: Intake | None = None) -> memoryview | None:
+        """Where the next record, of so many bytes, may be written before it is given to `receive` or `receive_on`."""
+        intake = intake or self._intake
+        if not intake.left or intake.stream is None or intake.stream.id not in self._streams:
             return None
-        stream, _ = self._body
-        if stream is None or stream.id not in self._streams or stream.wanted is None:
-            return None
-        if stream.available or not 0 < size <= len(stream.wanted):
-            return None
-        self._place = stream.wanted[:size]
-        return self._place
+        intake.place = place(intake.stream, intake.offset, size)
+        return intake.place
 
     def receive(self, record: bytes | memoryview) -> list[Event]:
         """Takes in one record.
@@ -325,19 +343,36 @@ class Mux:
         events: list[Event] = []
         if not record:
             raise ProtocolError("empty record")
-        if self._body_left:
+        if self._intake.left:
             self.work += len(record) < _INLINE
-            self._receive_body(record, events)
+            self._receive_body(self._intake, record, events)
             return events
         view = memoryview(record)
         position = 0
         while position < len(view):
-            if self._body_left:
+            if self._intake.left:
                 raise ProtocolError("frames where a body was announced")
             kind, flags, stream_id, payload = unpack(view, position)
             position += HEADER.size + len(payload)
             self.work += 1
             self._receive_frame(kind, flags, stream_id, payload, events)
+        return events
+
+    def receive_on(self, intake: Intake, record: bytes | memoryview) -> list[Event]:
+        """As `receive`, for a record that came on a lane."""
+        events: list[Event] = []
+        if not record:
+            raise ProtocolError("empty record")
+        if intake.left:
+            self.work += len(record) < _INLINE
+            self._receive_body(intake, record, events)
+            return events
+        view = memoryview(record)
+        kind, flags, stream_id, payload = unpack(view, 0)
+        if kind is not Kind.PIECE or len(view) != HEADER.size + len(payload):
+            raise ProtocolError("something else than a piece on a lane")
+        self.work += 1
+        self._announce_piece(intake, self._known(stream_id), payload, bool(flags & FIN), events)
         return events
 
     def _receive_frame(self, kind: Kind, flags: int, stream_id: int, payload: memoryview, events: list[Event]) -> None:
@@ -353,6 +388,10 @@ class Mux:
                 events.append(Retired())
             case Kind.GOODBYE:
                 events.append(Goodbye(*unpack_goodbye(flags, payload)))
+            case Kind.ACK:
+                events.append(Acknowledged(*ACK.unpack(payload)))
+            case Kind.LANES:
+                events.append(LanesWanted(*U32.unpack(payload)))
             case _:
                 self._receive_on_stream(kind, flags, self._known(stream_id), payload, events)
 
@@ -360,23 +399,29 @@ class Mux:
         self, kind: Kind, flags: int, stream: MuxStream | None, payload: memoryview, events: list[Event]
     ) -> None:
         if kind is Kind.BODY:
-            (self._body_left,) = U32.unpack(payload)
-            self._body = (stream, bool(flags & FIN))
-            if not self._body_left:
+            (left,) = U32.unpack(payload)
+            if not left:
                 raise ProtocolError("empty body")
+            self._intake = Intake(stream, next_offset(stream), left, bool(flags & FIN))
+            return
+        if kind is Kind.PIECE:
+            self._announce_piece(self._intake, stream, payload, bool(flags & FIN), events)
             return
         if stream is None:
             return
         match kind:
             case Kind.DATA:
-                self._receive_data(stream, payload, bool(flags & FIN), events)
+                data = Intake(stream, next_offset(stream), len(payload), bool(flags & FIN))
+                self._receive_body(data, payload, events)
             case Kind.CREDIT:
                 stream._credit += U32.unpack(payload)[0]
                 if stream._credit > 2**40:
                     raise ProtocolError("credit beyond reason")
+                stream._credited = True
                 self._schedule(stream)
             case Kind.RESET:
                 code, text = unpack_reset(payload)
+                stream.abandoned = True
                 self._remove(stream)
                 self.withdraw(stream)
                 self._discard(stream)
@@ -404,41 +449,29 @@ class Mux:
         self._streams[stream_id] = stream
         events.append(Opened(stream))
 
-    def _receive_body(self, record: bytes | memoryview, events: list[Event]) -> None:
-        placed, self._place = record is self._place, None
-        if len(record) > self._body_left:
-            raise ProtocolError("more data than was announced")
-        self._body_left -= len(record)
-        stream, fin = self._body
-        if stream is not None and stream.id in self._streams:  # else it was reset since
-            self._receive_data(stream, record, fin and not self._body_left, events, placed=placed)
-
-    def _receive_data(
-        self, stream: MuxStream, data: Buffer, fin: bool, events: list[Event], *, placed: bool = False
+    def _announce_piece(
+        self, intake: Intake, stream: MuxStream | None, payload: memoryview, fin: bool, events: list[Event]
     ) -> None:
-        stream._allowance -= len(data)
-        if stream._allowance < 0:
-            raise ProtocolError("more data than credit was given for")
-        if stream._peer_fin:
-            raise ProtocolError("data after the end of a stream")
-        if placed:
-            self._keep_place(stream, len(data), events)
-        elif data and not stream._discard:
-            _store(stream, data)
-        if fin:
-            stream._peer_fin = True
-            self._remove_if_done(stream)
-        if fin or not placed or not stream.wanted:
-            events.append(Readable(stream))
+        intake.stream, intake.fin, intake.piece = stream, fin, True
+        intake.offset, intake.left = PIECE.unpack(payload)
+        if intake.offset + intake.left > _LAST_OFFSET or not (intake.left or fin):
+            raise ProtocolError("malformed piece")
+        if not intake.left:
+            self._receive_body(intake, b"", events)
 
-    def _keep_place(self, stream: MuxStream, count: int, events: list[Event]) -> None:
-        if stream.wanted is None:
-            raise RuntimeError("a buffer was withdrawn while a record was written to it")
-        stream.wanted = stream.wanted[count:]
-        stream._placed += count
-        if not stream.wanted or stream._placed * 4 >= stream.window:
-            events.append(Placed(stream, stream._placed))
-            stream._placed = 0
+    def _receive_body(self, intake: Intake, record: bytes | memoryview, events: list[Event]) -> None:
+        placed, intake.place = record is intake.place, None
+        if len(record) > intake.left:
+            raise ProtocolError("more data than was announced")
+        stream, offset = intake.stream, intake.offset
+        intake.offset += len(record)
+        intake.left -= len(record)
+        last = not intake.left
+        intake.pieces += last
+        if stream is not None and stream.id in self._streams:  # else it was reset since
+            note_end(stream, intake.offset, intake.fin and last)
+            if take_in(stream, offset, record, events, placed=placed, piece=intake.piece, window=self._limits.window):
+                self._remove_if_done(stream)
 
     def _known(self, stream_id: int) -> MuxStream | None:
         stream = self._streams.get(stream_id)
@@ -470,10 +503,10 @@ class Mux:
         self.memory.overdraw(stream.available)  # until it has been read
 
     def _discard(self, stream: MuxStream) -> None:
-        stream._discard = True
-        stream._chunks.clear()
         self._release_read(stream, stream.available)
-        stream.available = 0
+        discard(stream)
+        if stream.abandoned:
+            stream._ahead = None
 
     def _release_read(self, stream: MuxStream, count: int) -> None:
         if self._streams.get(stream.id) is not stream:  # else the window goes on
@@ -491,7 +524,11 @@ class Mux:
     def _schedule(self, stream: MuxStream) -> None:
         if stream._sendable and not stream._scheduled and stream.id in self._streams:
             stream._scheduled = True
-            (self._bulk if stream.bulk else self._control).append(stream)
+            # Not before the other side has given credit: until then it may not know the stream.
+            if self.lanes and stream.bulk and stream._credited:
+                stream.pieced = True  # and stays so: without places, its data would overtake itself
+            queue = self._pieced if stream.pieced else self._bulk if stream.bulk else self._control
+            queue.append(stream)
 
     def _send_urgent(self, kind: Kind, flags: int, stream_id: int, payload: bytes = b"") -> None:
         if self._farewell is not None:
@@ -510,6 +547,12 @@ class Mux:
         if self._pong is not None:
             records.add(pack(Kind.PONG, 0, 0, self._pong))
             self._pong = None
+        for lane, pieces in self._acks.items():
+            records.add(pack(Kind.ACK, 0, 0, ACK.pack(lane, pieces)))
+        self._acks.clear()
+        if self._lanes_wanted is not None:
+            records.add(pack(Kind.LANES, 0, 0, U32.pack(self._lanes_wanted)))
+            self._lanes_wanted = None
         for stream in self._credits.values():
             records.add(HEADER.pack(Kind.CREDIT, 0, 4, stream.id), U32.pack(stream._owed))
             stream._allowance += stream._owed
@@ -532,38 +575,17 @@ class Mux:
         return taken
 
     def _take_turn(self, stream: MuxStream, records: Packer, room: int) -> int:
-        piece = memoryview(b"")
-        if stream._out:
-            head = stream._out[0]
-            count = min(len(head), stream._credit, room)
-            piece = head[:count]
-            if count == len(head):
-                stream._out.popleft()
-            else:
-                stream._out[0] = head[count:]
-        stream.pending -= len(piece)
-        stream._credit -= len(piece)
-        self._release_kept(stream, len(piece))
-        last = stream._fin and not stream._out
-        if len(piece) < _INLINE:
-            records.add(HEADER.pack(Kind.DATA, FIN * last, len(piece), stream.id), piece)
+        data, last = self._cut(stream, room)
+        if len(data) < _INLINE:
+            records.add(HEADER.pack(Kind.DATA, FIN * last, len(data), stream.id), data)
         else:
-            records.add(HEADER.pack(Kind.BODY, FIN * last, 4, stream.id), U32.pack(len(piece)))
-            records.add_body(piece)
-        if last:
-            stream._fin_sent = True
-            self._remove_if_done(stream)
-        return len(piece)
+            records.add(HEADER.pack(Kind.BODY, FIN * last, 4, stream.id), U32.pack(len(data)))
+            records.add_body(data)
+        return len(data)
 
-
-def _store(stream: MuxStream, data: Buffer) -> None:
-    """Keeps received data. Small pieces are copied together: what is kept is never much more than its length."""
-    stream.available += len(data)
-    if len(data) >= _INLINE and isinstance(data, bytes):
-        stream._chunks.append(data)
-        return
-    last = stream._chunks[-1] if stream._chunks else None
-    if isinstance(last, bytearray) and len(last) < INITIAL_WINDOW:
-        last += data
-    else:
-        stream._chunks.append(bytearray(data))
+    def _cut(self, stream: MuxStream, room: int) -> tuple[memoryview, bool]:
+        """The next bytes of a stream, and whether they are the last ones."""
+        data = stream.cut(room)
+        self._release_kept(stream, len(data))
+        self._remove_if_done(stream)
+        return data, stream._fin_sent

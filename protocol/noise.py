@@ -106,6 +106,17 @@ def _hkdf(chaining_key: bytes, material: bytes, outputs: int) -> list[bytes]:
     return result
 
 
+def derive_ciphers(secret: bytes, context: bytes) -> tuple[CipherState, CipherState]:
+    """Ciphers for both directions of something that belongs to a session, that of the initiator first.
+
+    Args:
+        secret: What `Handshake.export` returned.
+        context: What it is for; never the same twice.
+    """
+    first, second = _hkdf(secret, context, 2)
+    return CipherState(first), CipherState(second)
+
+
 class _SymmetricState:
     """What both sides have said so far, as a hash and as a key (section 5.2)."""
 
@@ -145,6 +156,9 @@ class _SymmetricState:
     def split(self) -> tuple[CipherState, CipherState]:
         first, second = _hkdf(self._chaining_key, b"", 2)
         return CipherState(first), CipherState(second)
+
+    def export(self) -> bytes:
+        return _hkdf(self._chaining_key, b"", 3)[2]
 
 
 class Handshake:
@@ -224,6 +238,15 @@ class Handshake:
             raise RuntimeError("the handshake is not finished")
         first, second = self._symmetric.split()
         return (first, second) if self._initiator else (second, first)
+
+    def export(self) -> bytes:
+        """A secret of this session, 32 bytes, from which other keys may be derived, once finished.
+
+        It is the output of HKDF that follows those of `split`: it tells nothing about them, nor they about it.
+        """
+        if not self.finished:
+            raise RuntimeError("the handshake is not finished")
+        return self._symmetric.export()
 
     def _next_message(self, *, writing: bool) -> tuple[str, ...]:
         if self.finished or writing != self._our_turn:

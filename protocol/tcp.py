@@ -38,11 +38,14 @@ _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _SHORTAGE_PAUSE = 0.1
 
 
-# Linux only; the socket module lacks the first. In struct tcp_info: tcpi_rtt in microseconds, and tcpi_bytes_acked.
+# Linux only; the socket module lacks the first. In struct tcp_info: tcpi_rtt in microseconds, and tcpi_bytes_acked;
+# since Linux 4.6 also tcpi_total_retrans, tcpi_min_rtt in microseconds and tcpi_data_segs_out.
 _SO_MAX_PACING_RATE = 47
 _INFO_SIZE = 128
 _INFO_RTT = struct.Struct("=68xI")
 _INFO_ACKED = struct.Struct("=120xQ")
+_MORE_SIZE = 160
+_INFO_MORE = struct.Struct("=100xI44xI4xI")
 _NO_LIMIT = 2**64 - 1
 
 
@@ -149,13 +152,16 @@ class TcpStream:
         if sys.platform != "linux":
             return None
         try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MORE_SIZE)
         except OSError:
             return None
         if len(info) < _INFO_SIZE:  # Linux before 4.1
             return None
         (rtt,), (acked,) = _INFO_RTT.unpack_from(info), _INFO_ACKED.unpack_from(info)
-        return LineState(rtt / 1e6, acked)
+        if len(info) < _MORE_SIZE:
+            return LineState(rtt / 1e6, acked)
+        resent, shortest, sent = _INFO_MORE.unpack_from(info)
+        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent)
 
     def pace(self, rate: float, unsent: int) -> None:
         if sys.platform != "linux":

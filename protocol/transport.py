@@ -131,6 +131,15 @@ class LineState:
     acked: int
     """Bytes that have arrived there, since the connection began."""
 
+    shortest: float | None = None
+    """The shortest round-trip time lately, in seconds; None where the system does not tell."""
+
+    sent: int | None = None
+    """Segments sent, those sent again included; None where the system does not tell."""
+
+    resent: int = 0
+    """Those of them that were sent again."""
+
 
 @runtime_checkable
 class PacedStream(ByteStream, Protocol):

@@ -34,6 +34,7 @@ MAX_MESSAGE = 1 << 20
 """Bytes of the longest message."""
 
 _MAX_NAME = 31  # the longest that one byte in front of it can announce
+_MAX_EXPLANATION = 300  # characters
 _LEAVES = (bool, int, float, str, bytes, PeerId)
 _CODEC = "__wire_codec__"
 _Class = TypeVar("_Class", bound=type)
@@ -79,8 +80,10 @@ class _Codec:
         return _lift(checked)
 
     def explain(self, error: Exception) -> str:
-        """The text of an error, with the field's name in place of its index."""
-        return re.sub(r"\$\[(\d+)\]", lambda match: f"{[self.name, *self._fields][int(match[1])]}", str(error))
+        """The text of an error, with the field's name in place of its index. Some quote what the other side sent."""
+        names = {f"$[{place}]": name for place, name in enumerate([self.name, *self._fields])}
+        text = re.sub(r"\$\[\d+\]", lambda match: names.get(match[0], match[0]), str(error)[:_MAX_EXPLANATION])
+        return "".join(character if character.isprintable() else "?" for character in text)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))

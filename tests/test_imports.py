@@ -22,6 +22,8 @@ SHELLS = {
     "protocol/endpoint.py",
     "protocol/identity.py",
     "protocol/introduction.py",
+    "protocol/lane.py",
+    "protocol/lanes.py",
     "protocol/leadership.py",
     "protocol/links.py",
     "protocol/member.py",

@@ -29,8 +29,9 @@ import trio
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from protocol.connection import LARGEST_WRITE
-from protocol.endpoint import Endpoint, Stream
+from protocol.endpoint import Endpoint, Limits, Stream
 from protocol.identity import Identity
+from protocol.lane_policy import MAX_LANES
 from protocol.pacing import LARGEST_BURST
 from protocol.records import READ_SIZE
 from protocol.tcp import TcpTransport, set_options
@@ -95,9 +96,9 @@ def some_bytes() -> bytearray:
     return chunk
 
 
-def set_options_for_bulk(sock: trio.socket.SocketType) -> None:
+def set_options_for_bulk(sock: trio.socket.SocketType, congestion: str) -> None:
     """What a connection of ours sets for itself, when it is as fast as this."""
-    set_options(sock, "bbr")
+    set_options(sock, congestion)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LARGEST_BURST)
 
@@ -105,9 +106,10 @@ def set_options_for_bulk(sock: trio.socket.SocketType) -> None:
 class RawServer:
     """Each connection starts with one byte: "b" takes bytes until the end, "r" echoes 8 bytes at a time."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, congestion: str) -> None:
         self._view = memoryview(some_bytes())
         self._host = host
+        self._congestion = congestion
 
     async def listen(self, nursery: trio.Nursery) -> int:
         """Starts; returns the port."""
@@ -117,7 +119,7 @@ class RawServer:
         return port
 
     async def _handle(self, stream: trio.SocketStream) -> None:
-        set_options_for_bulk(stream.socket)
+        set_options_for_bulk(stream.socket, self._congestion)
         kind = await stream.receive_some(1)
         if kind == b"b":
             filled, size = 0, 1
@@ -133,14 +135,15 @@ class RawServer:
 class OurServer:
     """An endpoint that takes pushes and answers pings."""
 
-    def __init__(self, host: str, congestion: str | None) -> None:
+    def __init__(self, host: str, congestion: str | None, lanes: int) -> None:
         self._buffer = some_bytes()
         self._host = host
         self._transport = TcpTransport(congestion=congestion)
+        self._limits = Limits(max_lanes=lanes)
 
     async def listen(self, nursery: trio.Nursery) -> int:
         """Starts; returns the port."""
-        endpoint = Endpoint(Identity.from_seed(SERVER), self._transport, rng=random.Random(1))
+        endpoint = Endpoint(Identity.from_seed(SERVER), self._transport, limits=self._limits, rng=random.Random(1))
         endpoint.handle(Push, self._take)
         endpoint.handle(Ping, self._answer)
         address: Address = await nursery.start(endpoint.run, Address(self._host, 0))
@@ -162,9 +165,10 @@ class OurServer:
 class RawClient:
     """What `OurClient` does, over plain sockets."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, congestion: str) -> None:
         self._host = host
         self._port = port
+        self._congestion = congestion
         self._data = memoryview(some_bytes())
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -181,6 +185,17 @@ class RawClient:
             await stream.send_eof()
             await stream.receive_some(1)
             return time.perf_counter() - began
+
+    async def flow(self, seconds: float) -> tuple[int, float]:
+        """Bytes that the other side has taken, after so many seconds, and the seconds that it took."""
+        async with await self._connect(b"b") as stream:
+            began, sent = time.perf_counter(), 0
+            with trio.move_on_after(seconds):
+                while True:
+                    sent += await stream.socket.send(self._data[:READ_SIZE])
+            await stream.send_eof()
+            await stream.receive_some(1)
+            return sent, time.perf_counter() - began
 
     async def requests(self, count: int) -> list[float]:
         """Seconds of each of so many round trips, one after the other."""
@@ -201,19 +216,20 @@ class RawClient:
 
     async def _connect(self, kind: bytes) -> trio.SocketStream:
         stream = await trio.open_tcp_stream(self._host, self._port)
-        set_options_for_bulk(stream.socket)
+        set_options_for_bulk(stream.socket, self._congestion)
         await stream.send_all(kind)
         return stream
 
 
 class OurClient:
-    """An endpoint with one connection to the server."""
+    """An endpoint that is connected to the server."""
 
-    def __init__(self, host: str, port: int, congestion: str | None) -> None:
+    def __init__(self, host: str, port: int, congestion: str | None, lanes: int) -> None:
         self._address = Address(host, port)
         self._data = some_bytes()
         transport = TcpTransport(congestion=congestion)
-        self._endpoint = Endpoint(Identity.from_seed(CLIENT), transport, rng=random.Random(2))
+        limits = Limits(max_lanes=lanes)
+        self._endpoint = Endpoint(Identity.from_seed(CLIENT), transport, limits=limits, rng=random.Random(2))
         self._peer = Identity.from_seed(SERVER).peer_id
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -261,7 +277,7 @@ async def loaded(client: RawClient | OurClient, size: int, count: int) -> list[f
 
 
 async def paced(client: OurClient, size: int, interval: float) -> tuple[float, list[float]]:
-    """Bytes per second of so many, and round trips at intervals meanwhile, all on one connection."""
+    """Bytes per second of so many, and round trips at intervals meanwhile."""
     times: list[float] = []
 
     async def ping() -> None:
@@ -284,13 +300,15 @@ async def work(kind: str, host: str, port: int | None) -> None:
     """A child process: does what lines of JSON say, [name, argument, …], and answers each with one."""
     async with trio.open_nursery() as nursery:
         client: RawClient | OurClient | None = None
-        kind, _, named = kind.partition("/")
-        congestion = named or "bbr"
+        kind, *named = kind.split("/")
+        congestion = named[0] if named else "bbr"
+        lanes = int(named[1]) if named[1:] else MAX_LANES
         if port is None:
-            server = RawServer(host) if kind == "raw" else OurServer(host, congestion)
+            server = RawServer(host, congestion) if kind == "raw" else OurServer(host, congestion, lanes)
             port = await server.listen(nursery)
         else:
-            client = RawClient(host, port) if kind == "raw" else OurClient(host, port, congestion)
+            raw = kind == "raw"
+            client = RawClient(host, port, congestion) if raw else OurClient(host, port, congestion, lanes)
             await client.start(nursery)
         print(json.dumps(port), flush=True)
         async for line in trio.wrap_file(sys.stdin):
@@ -316,7 +334,7 @@ class Child:
     """A process that does `work`: a server on this host, or with a port a client of the server there.
 
     Args:
-        kind: "raw" or "ours", or "ours/" and the name of a congestion control.
+        kind: "raw" or "ours"; then, each after a slash, the name of a congestion control and the most lanes.
     """
 
     def __init__(self, kind: str, host: str = "127.0.0.1", port: int | None = None, prefix: Sequence[str] = ()) -> None:

@@ -39,6 +39,21 @@ def test_a_higher_sequence_replaces_and_nothing_else_does():
     assert len(store) == 1
 
 
+@pytest.mark.parametrize("who", [0, 4])
+def test_a_record_that_finds_no_room_displaces_nothing_and_not_its_predecessor_either(who):
+    """One of the largest share could give way, and then it turns out that this is not enough."""
+    earlier = [record(who=number, key=number, value=b"v" * 1000) for number in range(3)]
+    roomy = RecordStore(OWN)
+    for made in earlier:
+        put(roomy, made, origin="crowd")
+    store = RecordStore(OWN, StoreLimits(size=roomy.size + 10))
+    for made in earlier:
+        assert put(store, made, origin="crowd") is Verdict.STORED
+    assert put(store, record(who=who, value=b"v" * 3000, sequence=2), origin="other") is Verdict.FULL
+    assert {held.record for held in store} == set(earlier)
+    assert store.size == roomy.size
+
+
 def test_the_same_record_from_its_signer_lives_on():
     store = RecordStore(OWN)
     put(store, record(ttl=100), 0.0)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import attrs
 import pytest
+from typer.testing import CliRunner
 
+import peer.cli
 from peer.recording import Event, Recording
 from peer.verdict import Scenario
 from protocol.endpoint import Endpoint
@@ -136,3 +138,15 @@ async def mesh(nursery):
         return Mesh(network, endpoints)
 
     return make
+
+
+@pytest.fixture
+def shoal(tmp_path, monkeypatch):
+    """Runs a command line in an empty directory, with a home of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+
+    def run(*arguments, input=None):
+        return CliRunner().invoke(peer.cli.app, [str(argument) for argument in arguments], input=input)
+
+    return run

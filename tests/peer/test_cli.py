@@ -13,7 +13,6 @@ from pathlib import Path
 import attrs
 import pytest
 import trio
-from typer.testing import CliRunner
 
 import peer.cli
 from peer.home import Home
@@ -79,18 +78,6 @@ def daemon(monkeypatch):
     monkeypatch.setitem(sys.modules, "peer.daemon", module)
     monkeypatch.setattr("peer.cli._device", lambda name: name)  # without torch
     return daemon
-
-
-@pytest.fixture
-def shoal(tmp_path, monkeypatch):
-    """Runs a command line in an empty directory, with a home of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
-
-    def run(*arguments, input=None):
-        return CliRunner().invoke(peer.cli.app, [str(argument) for argument in arguments], input=input)
-
-    return run
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import types
 import attrs
 import pytest
 import trio
-from typer.testing import CliRunner
 
 import peer.cli
 import peer.helper
@@ -30,18 +29,6 @@ MEMBERS = (
     MemberStatus(peer="a" * 52, address="192.0.2.9:1", rtt=0.0125, revision=4),
     MemberStatus(peer="b" * 52, path="relayed"),
 )
-
-
-@pytest.fixture
-def shoal(tmp_path, monkeypatch):
-    """Runs a command line in an empty directory, with a home of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
-
-    def run(*arguments, input=None):
-        return CliRunner().invoke(peer.cli.app, [str(argument) for argument in arguments], input=input)
-
-    return run
 
 
 @pytest.fixture

@@ -5,11 +5,9 @@ import os
 import pathlib
 import random
 from functools import partial
-from typing import Annotated
 
 import pytest
 import trio
-from msgspec import Meta
 
 from protocol import wire
 from protocol.channel import SecureChannel, handshake
@@ -27,38 +25,9 @@ from protocol.mux_stream import MuxStream
 from protocol.stream import Stream
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
-from protocol.wire import message
+from tests.protocol.messages import Blob, Count, Echo, Number, Unserved, echo
 
 KEY = bytes(range(32))
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-@message("test.count")
-class Count:
-    to: Annotated[int, Meta(ge=0, le=1000)]
-
-
-@message("test.number")
-class Number:
-    value: int
-
-
-@message("test.blob")
-class Blob:
-    size: int
-
-
-@message("test.unserved")
-class Unserved:
-    pass
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 @pytest.fixture

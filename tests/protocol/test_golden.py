@@ -16,12 +16,15 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import membership, probe, rotation, sync
-from protocol import frames, hello, punch, reachability, relay, rivals, round_messages, wire
+from protocol import frames, hello, lane, punch, reachability, relay, rivals, round_messages, wire
 from protocol.budget import Budget
+from protocol.channel import LANE_OPENING
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
-from protocol.mux import Mux, MuxLimits
+from protocol.mux import Mux
+from protocol.mux_stream import MuxLimits, MuxStream
 from protocol.noise import Handshake
+from protocol.pieces import Piece
 from protocol.plan import NO_BALLOT, Ballot, Plan, Salvaged, Source
 from protocol.records import RecordWriter
 from protocol.salvage import Holding, Span
@@ -209,6 +212,9 @@ def test_handshake_and_records_with_fixed_keys():
         said.update(text)
         assert listener.read_message(text) == payload
     assert said.hexdigest() == "85732fd1a80394942c0994f696d7739fdb4f67d741d31e5b39c9cd9e372d78e5"
+    assert (
+        alice.export().hex() == bob.export().hex() == "4e1ce4e2f99c59ad2c2da3002676e51228b5e795901aa45b21e9da3a2154cda3"
+    )
     writer = RecordWriter(alice.split()[0])
     assert (
         writer.seal(b"one", b"").hex()
@@ -228,6 +234,9 @@ def test_frames():
         "PONG": 8,
         "RETIRE": 9,
         "GOODBYE": 10,
+        "PIECE": 11,
+        "ACK": 12,
+        "LANES": 13,
     }
     assert frames.pack(Kind.RESET, 0, 258, frames.pack_reset("busy", "later")) == golden(
         "05 00 000a 00000102 04 62757379 6c61746572"
@@ -240,6 +249,31 @@ def test_goodbyes_with_evidence():
     assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
         golden("0a 01 004b 00000000 01*8 02*64 627965")
     ]
+
+
+def test_pieces():
+    piece = Piece(MuxStream(258, bulk=True), 1 << 32, b"last", True)
+    assert [bytes(record) for record in piece.records()] == [
+        golden("0b 01 000c 00000102 0000000100000000 00000004"),
+        b"last",
+    ]
+    mux = Mux(initiator=True, limits=MuxLimits(), memory=Budget(1 << 24, connections=1).account("host"))
+    mux.acknowledge(3, 500)
+    mux.want_lanes(8)
+    assert [bytes(record) for record in mux.take(1 << 20, 1 << 20).records] == [
+        golden("0c 00 0008 00000000 00000003 000001f4  0d 00 0004 00000000 00000008")
+    ]
+
+
+def test_opening_a_lane():
+    """With the nonce of the side that dialled as 11…, and the other one's as 22…."""
+    secret = bytes(range(32))
+    assert LANE_OPENING + lane.token_of(secret) == golden("73686f616c 01 02 00") + golden(
+        "69ae8a123d2b69b662e890a9054c8463"
+    )
+    dialler, dialled = lane.ciphers(secret, 3, b"\x11" * 16, b"\x22" * 16)
+    assert RecordWriter(dialler).seal(b"").hex() == "00108f2f968e945c9c74698dd99770e26e43"
+    assert RecordWriter(dialled).seal(b"").hex() == "00108f189d6f6940770842543b741e07af4b"
 
 
 def test_a_conversation():

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 
 import attrs
+import msgpack
 import pytest
 import trio
 
@@ -19,20 +20,12 @@ from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address
 from protocol.wire import message
-
-
-@message("test.echo")
-class Echo:
-    text: str
+from tests.protocol.messages import Echo, echo
 
 
 @message("test.pull")
 class Pull:
     size: int
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 @attrs.define
@@ -72,9 +65,9 @@ class Stranger:
         self.identity = Identity.from_seed(seed.to_bytes(32, "big"))
         self.transport = network.transport(host)
 
-    async def dial(self, address, *, count=1, instance=bytes(8)):
+    async def dial(self, address, *, count=1, instance=bytes(8), features=None):
         stream = await self.transport.dial(address)
-        features = wire.encode(Hello(instance, count, 0))
+        features = features or wire.encode(Hello(instance, count, 0))
         return await handshake(stream, self.identity, initiator=True, features=features)
 
 
@@ -113,6 +106,14 @@ async def test_a_handler_with_tasks_does_not_end_the_endpoint_with_its_connectio
     await trio.sleep(1)
     network.kill("stranger")
     await trio.sleep(1)
+    assert await works(start, node)
+
+
+async def test_a_wrong_introduction_ends_only_the_connection(start, network, autojump_clock):
+    node = await start(1)
+    wrong = msgpack.packb(["shoal.hello", bytes(8), 1, 0, "$[999]", None, None, False, False])
+    channel = await Stranger(network, 7).dial(node.address, features=wrong)
+    await ended(channel)
     assert await works(start, node)
 
 

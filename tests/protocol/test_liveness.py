@@ -22,13 +22,9 @@ from protocol.identity import Identity
 from protocol.liveness import LONGEST_SILENCE, Progress, Pulse
 from protocol.stream import STALL
 from protocol.wire import message
+from tests.protocol.messages import Echo, echo
 
 SIZE = 1 << 20
-
-
-@message("test.echo")
-class Echo:
-    text: str
 
 
 @message("test.blob")
@@ -38,10 +34,6 @@ class Blob:
     size: Annotated[int, Meta(ge=0)]
     at_once: Annotated[int, Meta(ge=0)]
     pause: float
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 async def blob(request, stream):

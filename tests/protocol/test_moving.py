@@ -10,16 +10,7 @@ import trio
 
 from protocol.errors import PeerGone, PeerUnreachable, ShoalError
 from protocol.transport import Address
-from protocol.wire import message
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
+from tests.protocol.messages import Echo, echo
 
 
 @pytest.fixture

@@ -13,8 +13,19 @@ from protocol import frames, mux
 from protocol.budget import Budget
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import IN_USE, MAX_RECORD, Kind, pack
-from protocol.mux import Mux, MuxLimits
-from protocol.mux_stream import INITIAL_WINDOW, Goodbye, Opened, Placed, Pong, Readable, Reset, Retired, Stopped
+from protocol.mux import Mux
+from protocol.mux_stream import (
+    INITIAL_WINDOW,
+    Goodbye,
+    MuxLimits,
+    Opened,
+    Placed,
+    Pong,
+    Readable,
+    Reset,
+    Retired,
+    Stopped,
+)
 
 LARGE = 1 << 30
 LIMITS = MuxLimits(max_streams=4, window=200_000)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from protocol.budget import Budget
-from protocol.mux import Mux, MuxLimits
-from protocol.mux_stream import INITIAL_WINDOW, Opened, Reset
+from protocol.mux import Mux
+from protocol.mux_stream import INITIAL_WINDOW, MuxLimits, Opened, Reset
 
 LARGE = 1 << 30
 

@@ -12,19 +12,10 @@ from protocol.errors import AddressError, PeerUnreachable, RequestRefused
 from protocol.punch import PROBE_SECONDS, Answer, Observer, Offer
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
-from protocol.wire import message
+from tests.protocol.messages import Echo, echo
 
 LOCAL = Address("127.0.0.1", 0)
 ELSEWHERE = Address("192.0.2.1", 7)
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 class Walled(TcpTransport):

@@ -15,21 +15,7 @@ from protocol.identity import Identity, PeerId
 from protocol.relay import Connect, Incoming, Ready, RelayedStream
 from protocol.stream import Stream
 from protocol.transport import Address
-from protocol.wire import message
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-@message("test.blob")
-class Blob:
-    size: int
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
+from tests.protocol.messages import Blob, Echo, echo
 
 
 async def take(request, stream):

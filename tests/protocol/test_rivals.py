@@ -16,19 +16,10 @@ from protocol.hello import Hello
 from protocol.identity import Identity
 from protocol.rivals import PATIENCE, Vouch, Vouched
 from protocol.transport import Address
-from protocol.wire import message
+from tests.protocol.messages import Echo, echo
 
 COPY = Address("copy", 1000)
 LIMITS = Limits()
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from protocol.identity import Identity
 from protocol.keyring import Keyring
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address
-from protocol.wire import message
+from tests.protocol.messages import Echo
 
 ALICE, BOB = (Identity.from_seed(bytes([letter]) * 32) for letter in b"ab")
 KEYS = [bytes([number]) * 32 for number in range(4)]
@@ -24,11 +24,6 @@ RINGS = st.builds(
     st.integers(0, 3),
     st.booleans(),
 )
-
-
-@message("test.echo")
-class Echo:
-    text: str
 
 
 async def meet(dialler, listener):

@@ -18,18 +18,9 @@ from protocol.frames import Kind, pack
 from protocol.identity import Identity
 from protocol.punch import MAX_PROBES
 from protocol.transport import Address
-from protocol.wire import message
+from tests.protocol.messages import Echo, echo
 
 ALICE, EVE = (Identity.from_seed(bytes([seed]) * 32) for seed in (77, 66))
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Annotated
 
 import pytest
 import trio
-from msgspec import Meta
 
 from protocol.connection import Limits
 from protocol.errors import (
@@ -14,33 +12,9 @@ from protocol.errors import (
     StreamReset,
 )
 from protocol.mux_stream import INITIAL_WINDOW
-from protocol.wire import message
+from tests.protocol.messages import Blob, Count, Echo, Number, echo
 
 KEY = bytes(range(32))
-
-
-@message("test.echo")
-class Echo:
-    text: str
-
-
-@message("test.count")
-class Count:
-    to: Annotated[int, Meta(ge=0, le=1000)]
-
-
-@message("test.number")
-class Number:
-    value: int
-
-
-@message("test.blob")
-class Blob:
-    size: int
-
-
-async def echo(request, stream):
-    return Echo(request.text + "!")
 
 
 @pytest.fixture

@@ -171,3 +171,24 @@ async def test_a_failed_accept_does_not_end_the_listener(autojump_clock, number)
 
     accepted = await TcpListener(Socket()).accept()
     assert accepted.remote == Address("192.0.2.7", 4711)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+async def test_what_is_known_about_the_way():
+    transport = TcpTransport()
+    listener = await transport.listen(Address("127.0.0.1", 0))
+    stream = await transport.dial(listener.address)
+    other = await listener.accept()
+    await stream.send(bytes(100_000))
+    buffer, missing = memoryview(bytearray(100_000)), 100_000
+    while missing:
+        missing -= await other.receive_into(buffer)
+    await other.send(b"got it")
+    await stream.receive_into(buffer)
+    state = stream.measure()
+    assert 0 < state.shortest <= state.rtt < 10
+    assert state.acked >= 100_000
+    assert 0 <= state.resent <= state.sent
+    assert state.sent >= 1
+    for one in (stream, other, listener):
+        await one.aclose()

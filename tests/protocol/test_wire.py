@@ -49,6 +49,12 @@ class Even:
             raise ValueError("number must be even")
 
 
+@message("test.quoted")
+class Quoted:
+    word: Literal["yes"]
+    address: Address
+
+
 PEER = PeerId(bytes(range(32)))
 EXAMPLE = Everything(
     True,
@@ -172,6 +178,16 @@ def test_flipped_bytes_decode_or_are_a_protocol_error(data):
     except ProtocolError:
         return
     assert encode(result) == damaged
+
+
+@pytest.mark.parametrize("text", ["$[999]", "$[" + "9" * 5000 + "]", "\x1b[2J", "x" * 100_000])
+def test_errors_may_quote_anything(text):
+    with pytest.raises(ProtocolError, match=r"invalid test\.quoted") as caught:
+        decode(msgpack.packb(["test.quoted", text, "127.0.0.1:1"]), [Quoted])
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+    with pytest.raises(ProtocolError, match=r"invalid test\.quoted"):
+        decode(msgpack.packb(["test.quoted", "yes", text]), [Quoted])
 
 
 def test_unknown_names_are_told_apart():

@@ -1,0 +1,121 @@
+"""Fuzz target: fetching a state from donors that lie about its header, its Merkle leaves and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import attrs
+import torch
+import trio
+from trio.testing import MockClock
+
+from optim import OuterState
+from peer.state import CommittedState, read_range
+from peer.sync import DescribeRequest, Description, RangeReply, RangeRequest, SyncFailed, fetch_state
+from protocol import merkle, wire
+from protocol.endpoint import Endpoint
+from protocol.errors import ProtocolError, RequestRefused, StreamEnded
+from protocol.identity import PeerId
+from tests.fuzz.choices import Choices
+
+RUN = b"r" * 32
+_ELEMENTS = 262_144 + 100  # two ranges
+STATE = CommittedState.genesis(RUN, OuterState(torch.arange(_ELEMENTS, dtype=torch.float32), {}))
+_DONORS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 4))
+
+
+def run(data: bytes) -> None:
+    """What is fetched is the state that the digest stands for, bit by bit; or it is a `SyncFailed`."""
+    trio.run(_run, Choices(data), clock=MockClock(autojump_threshold=0))
+
+
+async def _run(choices: Choices) -> None:
+    donors = _Donors(choices)
+    received: list[int] = []
+    try:
+        state = await fetch_state(
+            cast(Endpoint, donors),
+            RUN,
+            STATE.tip,
+            _DONORS[: 1 + choices.number(2)],
+            elements=_ELEMENTS,
+            buffers=(),
+            progress=received.append,
+        )
+    except SyncFailed as error:
+        assert donors.lied, error
+        return
+    assert state.header == STATE.header
+    assert state.leaves == STATE.leaves
+    assert torch.equal(state.outer.parameters, STATE.outer.parameters)
+    assert sum(received) == 4 * _ELEMENTS
+
+
+class _Donors:
+    """Stands for an endpoint whose peers answer the truth, or what the choices make of it."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+        self.lied = False
+
+    @asynccontextmanager
+    async def open(self, donor: PeerId, request: object, *, bulk: bool = False) -> AsyncIterator[_Answer]:
+        await trio.sleep(self._choices.number(8))
+        if self._lies():
+            raise RequestRefused("no", code="gone")
+        yield self._describe() if isinstance(request, DescribeRequest) else self._range(cast(RangeRequest, request))
+
+    def _describe(self) -> _Answer:
+        header, leaves = STATE.header, b"".join(STATE.leaves)
+        said = Description(header.revision, header.previous, header.plan, header.weight, header.root, (), _ELEMENTS)
+        if self._lies():
+            wrong: dict[str, Any] = self._choices.of(
+                (
+                    {"revision": 2**48 - 1},
+                    {"previous": b"1" * 32},
+                    {"plan": b"1" * 32},
+                    {"weight": 1e300},
+                    {"root": b"1" * 32},
+                    {"buffers": ("x",)},
+                    {"elements": 2**48 - 1},
+                    {"elements": 0},
+                )
+            )
+            said = wire.decode(wire.encode(attrs.evolve(said, **wrong)), [Description])
+        return _Answer(self._choices, said, self._changed(leaves))
+
+    def _range(self, request: RangeRequest) -> _Answer:
+        content = b"".join(read_range(STATE.outer, request.leaf * merkle.LEAF, merkle.LEAF))
+        length = self._choices.boundary() % 2**48 if self._lies() else len(content)
+        return _Answer(self._choices, RangeReply(length), self._changed(content))
+
+    def _changed(self, content: bytes) -> bytes:
+        return self._choices.damaged(content) if self._lies() else content
+
+    def _lies(self) -> bool:
+        lies = self._choices.one_in(5)
+        self.lied = self.lied or lies
+        return lies
+
+
+@attrs.define
+class _Answer:
+    """Stands for a stream on which a message comes, and then bytes."""
+
+    _choices: Choices
+    _message: object
+    _content: bytes
+
+    async def receive(self, *types: type, timeout: float) -> object:
+        await trio.sleep(self._choices.number(2))
+        if type(self._message) not in types:
+            raise ProtocolError("unexpected message")
+        return self._message
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        await trio.sleep(self._choices.number(2))
+        if len(self._content) < len(buffer):
+            raise StreamEnded("the stream ended too early")
+        buffer[:] = self._content[: len(buffer)]
