@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from protocol.direct import reference_direct
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
@@ -204,11 +205,23 @@ def reference(
         inputs: Everybody's values.
         earlier: The plans that it salvages from, by id.
     """
+    mean = torch.empty(plan.length, dtype=torch.float32)
+    if plan.codec == "fp32":
+        _reference_ring(plan, inputs, mean)
+    else:
+        reference_direct(plan, inputs, mean)
+    for part in plan.salvaged:
+        assert earlier is not None
+        source = reference(earlier[plan.sources[part.source].plan], inputs, earlier)
+        mean[part.start : part.stop] = source[part.start : part.stop]
+    return mean
+
+
+def _reference_ring(plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: torch.Tensor) -> None:
     size = len(plan.members)
     scaled = [torch.empty(plan.length, dtype=torch.float32) for _ in plan.members]
     for peer, share, out in zip(plan.members, plan.shares, scaled, strict=True):
         scale(inputs[peer], share, out=out)
-    mean = torch.empty(plan.length, dtype=torch.float32)
     free = tuple(free_parts(plan))
     total = sum(stop - start for start, stop in free)
     for index in range(size):
@@ -216,8 +229,3 @@ def reference(
             mean[start:stop] = scaled[index][start:stop]
             for step in range(1, size):
                 mean[start:stop] += scaled[(index + step) % size][start:stop]
-    for part in plan.salvaged:
-        assert earlier is not None
-        source = reference(earlier[plan.sources[part.source].plan], inputs, earlier)
-        mean[part.start : part.stop] = source[part.start : part.stop]
-    return mean

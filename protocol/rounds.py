@@ -22,7 +22,9 @@ import torch
 import trio
 
 from protocol.ballots import Offer
+from protocol.codecs import CodecName, NotFinite
 from protocol.collective import Reduced
+from protocol.contribution import Contributor, is_finite
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
@@ -47,15 +49,13 @@ from protocol.round_messages import (
 )
 from protocol.sessions import Line, LocalLine, local_lines
 from protocol.transfer import READ, RingInbox, Transfer
-from protocol.vectors import VectorPool, all_finite, vector_bytes
+from protocol.vectors import VectorPool, vector_bytes
 from protocol.wire import Message
 
 _LOOKAHEAD = 2
 """A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
 
 _MAX_REDIRECTS = 16
-
-_CHECKED = 1 << 20  # elements at a time
 
 _HISTORY = 64
 """Digests of past revisions by which a peer that is further behind is told from one on another branch."""
@@ -105,6 +105,7 @@ class Rounds:
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
         max_weight: The most that one peer's values may count.
+        codec: How values look on the wire. Lossy ones keep what they leave out for the next round.
     """
 
     def __init__(
@@ -117,9 +118,11 @@ class Rounds:
         report: Callable[[RoundEvent], None],
         tag: str = "",
         max_weight: float = MAX_WEIGHT,
+        codec: CodecName = "fp32",
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report, self._max_weight = roster, report, max_weight
+        self._codec, self._contributor = codec, Contributor(codec)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
         self._vectors = VectorPool()
         self._nursery: trio.Nursery | None = None
@@ -168,6 +171,7 @@ class Rounds:
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
+        self._contributor.reset()
         self._heard = None
         self._digests.clear()
         for leadership in self._rounds.values():
@@ -232,10 +236,11 @@ class Rounds:
         if self._digests.get(revision - 1) != digest:
             raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
         self._length = len(values)
-        if not await _is_finite(values):
-            reason = "the values are not finite"
-            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
-            weight = 0.0
+        try:
+            encoded = await self._contributor.encode(values)
+        except NotFinite as error:
+            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
+            weight, encoded = 0.0, bytearray()
         offer = Offer(
             run=self._run,
             tag=self._tag,
@@ -243,9 +248,17 @@ class Rounds:
             base=digest,
             weight=float(weight),
             length=len(values),
+            codec=self._codec,
             max_weight=self._max_weight,
         )
-        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        counted = False
+        try:
+            work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
+            reduced = await self._take_part(work)
+            counted = self._endpoint.peer_id in reduced.contributors
+        finally:
+            self._contributor.finished(counted=counted)
+        return reduced
 
     async def _take_part(self, work: Work) -> Reduced:
         """Goes from one coordinator to the next until one of them finishes the round; the last resort is ourselves."""
@@ -358,6 +371,7 @@ class Rounds:
         transfer = Transfer(
             plan,
             work.values,
+            encoded=work.encoded,
             endpoint=self._endpoint,
             inbox=self._inbox,
             times=self._times,
@@ -420,6 +434,7 @@ class Rounds:
                 tag=self._tag,
                 times=self._times,
                 max_weight=self._max_weight,
+                codec=self._codec,
                 spawn=self._spawn,
                 roster=self._roster,
                 patience=lambda: self._reducing,
@@ -542,7 +557,7 @@ class Rounds:
                 await stream.finish()
         except trio.TooSlowError:
             raise RequestTimeout(f"{peer.short} is too slow to give us the result of revision {revision}") from None
-        if not await _is_finite(mean):
+        if not await is_finite(mean):
             raise ProtocolError(f"{peer.short} sent a result that is not finite")
         reduced = Reduced(
             plan=plan,
@@ -556,15 +571,6 @@ class Rounds:
         )
         self._keep(reduced)
         return reduced
-
-
-async def _is_finite(values: torch.Tensor) -> bool:
-    """In pieces, of which each takes a tenth of a millisecond: less than a worker thread may take to begin."""
-    for start in range(0, len(values), _CHECKED):
-        if not all_finite(values[start : start + _CHECKED]):
-            return False
-        await trio.lowlevel.checkpoint()
-    return True
 
 
 def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:

@@ -16,6 +16,7 @@ import torch
 import trio
 
 from protocol.coordinator import RoundTimes
+from protocol.direct import Direct
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import RequestRefused, RequestTimeout, ShoalError, StreamReset
 from protocol.identity import PeerId
@@ -26,7 +27,7 @@ from protocol.round_messages import RingData
 from protocol.salvage import Holding
 from protocol.vectors import VectorPool
 
-MAX_PARKED = 32
+MAX_PARKED = 128
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
 
 READ = 1 << 16
@@ -111,6 +112,7 @@ class Transfer:
     Args:
         plan: The accepted plan, which includes this peer.
         values: This peer's values; only read.
+        encoded: The same values as the plan's codec writes them; nothing for fp32, or without weight.
         memory: Where the result's vector comes from.
         previous: The attempt before, which has been aborted. What it leaves is used once it has ended.
     """
@@ -120,6 +122,7 @@ class Transfer:
         plan: Plan,
         values: torch.Tensor,
         *,
+        encoded: bytes | bytearray = b"",
         endpoint: Endpoint,
         inbox: RingInbox,
         times: RoundTimes,
@@ -132,7 +135,7 @@ class Transfer:
         self.failure: Failure | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._values = values
+        self._values, self._encoded = values, encoded
         self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
         self._previous = previous
@@ -198,7 +201,11 @@ class Transfer:
         await trio.lowlevel.checkpoint()  # we may have been aborted, and somebody else may be using that memory
         if self._previous is not None:
             self._ring, self._previous = await self._previous.ended(), None
-        make = partial(Ring, self.plan, self._place, self._values, previous=self._ring, memory=self._memory)
+        make: Callable[[], Reduction]
+        if self.plan.codec == "fp32":
+            make = partial(Ring, self.plan, self._place, self._values, previous=self._ring, memory=self._memory)
+        else:
+            make = partial(Direct, self.plan, self._place, self._encoded, previous=self._ring, memory=self._memory)
         alone = len(self.plan.members) == 1  # so the whole vector is copied at once
         self._ring = await trio.to_thread.run_sync(make) if alone and self.plan.length >= IN_WORKER else make()
         if self._ring.complete:
