@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transport import Usage, forget_peak, met, row
 
+from protocol.codecs import CodecName
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
 from protocol.identity import Identity, PeerId
@@ -84,11 +86,16 @@ class Everybody:
 class Ours:
     """A peer of ours that takes part in rounds."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, codec: CodecName) -> None:
         self._rank, self._size = rank, size
         self._endpoint = Endpoint(identity_of(rank), TcpTransport(), rng=random.Random(rank))
         self._rounds = Rounds(
-            self._endpoint, RUN, settings=RoundTimes(), roster=Everybody(size), report=lambda event: None
+            self._endpoint,
+            RUN,
+            settings=RoundTimes(),
+            roster=Everybody(size),
+            report=lambda event: None,
+            codec=codec,
         )
         self._revision, self._digest = 0, NO_DIGEST
         self._values = self._result = torch.empty(0)
@@ -165,7 +172,7 @@ class Gloo:
 async def work(kind: str, rank: int, size: int) -> None:
     """A child process: does what lines of JSON say, [name, argument, …], and answers each with one."""
     torch.set_num_threads(1)
-    member = Ours(rank, size) if kind == "ours" else Gloo(rank, size)
+    member = Gloo(rank, size) if kind == "gloo" else Ours(rank, size, typing.cast(CodecName, kind))
     async with trio.open_nursery() as nursery:
         print(json.dumps(await member.start(nursery)), flush=True)
         async for line in trio.wrap_file(sys.stdin):
@@ -186,7 +193,7 @@ class Group:
     """Processes that reduce together.
 
     Args:
-        kind: "ours" or "gloo".
+        kind: "gloo", or a codec of ours.
         size: How many.
         directory: For files.
     """
@@ -198,7 +205,7 @@ class Group:
             command = [sys.executable, __file__, "--work", kind, str(rank), str(size)]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         ports = [self._answer(process) for process in self._processes]
-        self.do("join", ports if kind == "ours" else str(Path(directory) / f"gloo{size}"))
+        self.do("join", str(Path(directory) / f"gloo{size}") if kind == "gloo" else ports)
 
     def do(self, *what: object) -> list[object]:
         """Has all processes do something at once; returns the results."""
@@ -262,24 +269,26 @@ def measure(size: int, mib: int, repetitions: int, count: int, small: int) -> li
     length = mib << 18
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        for kind in ("ours", "gloo"):
+        for kind in ("fp32", "gloo", "int8"):
             groups.append(Group(kind, size, directory))
             stack.callback(groups[-1].close)
-        ours, gloo = groups
+        ours, gloo, encoded = groups
         growth = ours.growth(length)
         for _ in range(repetitions):
             for group in groups:
                 group.reduce("large", length, count)
         for _ in range(repetitions):
-            for group in groups:
+            for group in (ours, gloo):
                 group.reduce("small", SMALL, small)
     case, small_case = f"{size} processes, {mib} MiB", f"{size} processes, 4 KiB"
     milliseconds = 1e3 * ours.median("small")
-    allowed = mib + SLACK
+    allowed, moved = mib + SLACK, 2 * (size - 1) / size * length * 4 / 1e6
+    rate, exact_rate = moved / encoded.median("large"), moved / ours.median("large")
     return [
         row(case, ours.median("large"), gloo.median("large"), "s", "<= 1.5", "gloo"),
         row(f"{case}, CPU of one", ours.median("large/cpu"), gloo.median("large/cpu"), "s", "", "gloo"),
         row(f"{case}, growth, result included", growth, allowed, "MiB", "<= 1", "what is allowed"),
+        row(f"{case}, int8, effective bus rate", rate, exact_rate, "MB/s", ">= 1.3", "fp32"),
         row(small_case, milliseconds, SMALL_LIMITS[size], "ms", "<= 1", "what is allowed"),
         row(small_case, milliseconds, 1e3 * gloo.median("small"), "ms", "", "gloo"),
     ]
