@@ -27,7 +27,7 @@ from protocol.reduction import Reduction, Segment, free_parts, partition, pieces
 from protocol.salvage import Bounds
 from protocol.vectors import VectorPool, all_finite
 
-PIECE = 1 << 16
+PIECE = 1 << 18
 """Elements of a segment, at most; a multiple of every codec's block. Seeds depend on it."""
 
 
