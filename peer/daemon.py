@@ -202,6 +202,7 @@ class _Daemon:
             roster=membership,
             report=self._report,
             max_weight=settings.limits.weight,
+            codec=settings.round.codec,
         )
         donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows)
         await nursery.start(membership.run)

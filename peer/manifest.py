@@ -59,7 +59,7 @@ NOTES: Final[Mapping[str, str]] = {
     "algorithm.outer_lr": "step size of the outer Nesterov optimizer",
     "algorithm.outer_momentum": "its momentum; use about 0.5 for runs of a few dozen rounds",
     "round.grace": "seconds that the first ready peer waits for the others",
-    "round.codec": "how updates are encoded on the wire",
+    "round.codec": "how updates are encoded on the wire: fp32, bf16, int8, int4 or e3m0",
     "round.aggregation": "how contributions become one",
     "membership.policy": '"open", "private" (needs the ticket\'s swarm key) or "allow" (only the peers listed)',
     "membership.allow": "peer ids, for the policy allow",

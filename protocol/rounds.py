@@ -22,7 +22,9 @@ import torch
 import trio
 
 from protocol.ballots import Offer
+from protocol.codecs import CodecName, NotFinite
 from protocol.collective import Reduced
+from protocol.contribution import Contributor, is_finite
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
@@ -30,7 +32,6 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.plan import MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Plan
-from protocol.ring import all_finite, vector_bytes
 from protocol.roster import Roster
 from protocol.round_messages import (
     MAX_ADDRESSES,
@@ -47,7 +48,8 @@ from protocol.round_messages import (
     RoundOpen,
 )
 from protocol.sessions import Line, LocalLine, local_lines
-from protocol.transfer import IN_WORKER, READ, RingInbox, Transfer
+from protocol.transfer import READ, RingInbox, Transfer
+from protocol.vectors import VectorPool, vector_bytes
 from protocol.wire import Message
 
 _LOOKAHEAD = 2
@@ -103,6 +105,7 @@ class Rounds:
         report: Called with each `RoundEvent`.
         tag: Tells concurrent collectives of one run apart.
         max_weight: The most that one peer's values may count.
+        codec: How values look on the wire. Lossy ones keep what they leave out for the next round.
     """
 
     def __init__(
@@ -115,10 +118,13 @@ class Rounds:
         report: Callable[[RoundEvent], None],
         tag: str = "",
         max_weight: float = MAX_WEIGHT,
+        codec: CodecName = "fp32",
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report, self._max_weight = roster, report, max_weight
+        self._codec, self._contributor = codec, Contributor(codec)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
+        self._vectors = VectorPool()
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
@@ -165,6 +171,7 @@ class Rounds:
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
+        self._contributor.reset()
         self._heard = None
         self._digests.clear()
         for leadership in self._rounds.values():
@@ -229,10 +236,11 @@ class Rounds:
         if self._digests.get(revision - 1) != digest:
             raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
         self._length = len(values)
-        if not await _is_finite(values):
-            reason = "the values are not finite"
-            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
-            weight = 0.0
+        try:
+            encoded = await self._contributor.encode(values)
+        except NotFinite as error:
+            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
+            weight, encoded = 0.0, bytearray()
         offer = Offer(
             run=self._run,
             tag=self._tag,
@@ -240,9 +248,17 @@ class Rounds:
             base=digest,
             weight=float(weight),
             length=len(values),
+            codec=self._codec,
             max_weight=self._max_weight,
         )
-        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        counted = False
+        try:
+            work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
+            reduced = await self._take_part(work)
+            counted = self._endpoint.peer_id in reduced.contributors
+        finally:
+            self._contributor.finished(counted=counted)
+        return reduced
 
     async def _take_part(self, work: Work) -> Reduced:
         """Goes from one coordinator to the next until one of them finishes the round; the last resort is ourselves."""
@@ -355,9 +371,11 @@ class Rounds:
         transfer = Transfer(
             plan,
             work.values,
+            encoded=work.encoded,
             endpoint=self._endpoint,
             inbox=self._inbox,
             times=self._times,
+            memory=self._vectors,
             previous=work.last,
         )
         self._spawn(self._run_transfer, transfer)
@@ -416,6 +434,7 @@ class Rounds:
                 tag=self._tag,
                 times=self._times,
                 max_weight=self._max_weight,
+                codec=self._codec,
                 spawn=self._spawn,
                 roster=self._roster,
                 patience=lambda: self._reducing,
@@ -529,7 +548,7 @@ class Rounds:
                     raise ProtocolError(f"{peer.short} sent a result of {plan.length} elements, not {self._length}")
                 if plan.heaviest > self._max_weight:
                     raise ProtocolError(f"{peer.short} sent a result with a weight beyond the run's limit")
-                mean = torch.empty(plan.length, dtype=torch.float32)
+                mean = self._vectors.take(plan.length)
                 data = vector_bytes(mean)
                 with trio.fail_after(times.transfer(plan.length)):
                     for start in range(0, data.nbytes, READ):
@@ -538,7 +557,7 @@ class Rounds:
                 await stream.finish()
         except trio.TooSlowError:
             raise RequestTimeout(f"{peer.short} is too slow to give us the result of revision {revision}") from None
-        if not await _is_finite(mean):
+        if not await is_finite(mean):
             raise ProtocolError(f"{peer.short} sent a result that is not finite")
         reduced = Reduced(
             plan=plan,
@@ -552,10 +571,6 @@ class Rounds:
         )
         self._keep(reduced)
         return reduced
-
-
-async def _is_finite(values: torch.Tensor) -> bool:
-    return await trio.to_thread.run_sync(all_finite, values) if len(values) >= IN_WORKER else all_finite(values)
 
 
 def _check_arguments(revision: int, values: torch.Tensor, weight: float, digest: bytes) -> None:

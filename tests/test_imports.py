@@ -18,6 +18,7 @@ MAY_IMPORT = {
 SHELLS = {
     "protocol/channel.py",
     "protocol/connection.py",
+    "protocol/contribution.py",
     "protocol/dialer.py",
     "protocol/endpoint.py",
     "protocol/identity.py",
