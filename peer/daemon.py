@@ -112,7 +112,7 @@ async def run_daemon(
     Raises:
         PeerUnreachable: Joining, and nobody answers.
         IdentityInUse: Another daemon with the identity of this home takes part, and nobody takes us for that peer.
-        HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
+        HandshakeError, RequestRefused: The swarm does not let us in, or we are no member any more.
         DataError, SettingsError: The data are not what the run is about, or settings cannot be used.
         ComputeFailed: Memory ran out, or a device failed.
         ShoalError: Home or address cannot be used.
@@ -148,6 +148,7 @@ class _Daemon:
         self._keyring = _keyring(config)
         self._rejected_by: set[PeerId] = set()
         self._membership: Membership | None = None
+        self._keys: RunKeys | None = None
         self.endpoint = Endpoint(
             self._identity,
             transport,
@@ -182,6 +183,7 @@ class _Daemon:
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
         keys = self._run_keys(manifest)
+        self._keys = keys
         membership = self._membership = Membership(
             self.endpoint,
             self._dht,
@@ -193,6 +195,7 @@ class _Daemon:
             plausible=partial(_plausible, settings),
             seen=self._seen,
             rejected=self._rejected,
+            final=keys.expels if keys else lambda peer, error: False,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
         rounds = Rounds(
@@ -213,6 +216,8 @@ class _Daemon:
             nursery.start_soon(keys.run, partial(self._present, membership))
             if manifest.founder == self._identity.public_key:
                 nursery.start_soon(keys.follow_orders)
+            else:
+                nursery.start_soon(self._end_if_expelled, membership)
         self._events.emit(
             "started",
             address=str(self._reach.addresses[0]),
@@ -352,7 +357,12 @@ class _Daemon:
         await membership.settled()
         return [*(member.peer for member in membership.others), *(peer for peer, _ in self._config.bootstrap)]
 
+    async def _end_if_expelled(self, membership: Membership) -> None:
+        raise await membership.expelled()
+
     def _seen(self, peer: PeerId) -> None:
+        if self._keys is not None:
+            self._keys.seen(peer)
         self._rejected_by.discard(peer)
         self._events.emit("peer_seen", peer=peer)
 

@@ -16,9 +16,10 @@ import trio
 
 from peer.events import EventLog
 from peer.home import Home, HomeError
+from peer.membership import NOT_ALLOWED
 from peer.rotation import KeyRotation, KeyTaken, Stored, read_order, read_stored, write_stored
 from protocol.endpoint import Endpoint
-from protocol.errors import ProtocolError, RequestRefused, ShoalError
+from protocol.errors import ProtocolError, RequestRefused, ShoalError, WrongSwarmKey
 from protocol.identity import PeerId
 from protocol.keyring import Keyring
 from protocol.stream import Stream
@@ -90,6 +91,20 @@ class RunKeys:
         if self._keyring.older is None or admitted is None or peer in admitted or self._holds(peer):
             return None
         return None if self._endpoint.swarm_key(peer) is None else STALE
+
+    def seen(self, peer: PeerId) -> None:
+        """This peer has said hello, on a connection that there is."""
+        if self._endpoint.swarm_key(peer) == self._keyring.newest:
+            self._holders.add(peer)
+
+    def expels(self, peer: PeerId, error: ShoalError) -> bool:
+        """Whether this answer means that we are no member any more, if all who answer say the like.
+
+        Of two that have different keys, either can be the one that is behind. Who had ours has gone on from it.
+        """
+        if isinstance(error, WrongSwarmKey):
+            return peer in self._holders
+        return isinstance(error, RequestRefused) and error.code == NOT_ALLOWED
 
     def follow_order(self) -> None:
         """Carries out what was ordered in this home, which is the founder's, unless that has been done.
