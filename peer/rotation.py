@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Final, Self
 
@@ -149,10 +149,11 @@ def read_order(home: Home, run: bytes) -> KeyRotation | None:
     return rotation if rotation.run == run else None
 
 
-def order_rotation(home: Home, run: bytes, excluded: Iterable[PeerId] = ()) -> KeyRotation:
+def order_rotation(home: Home, run: bytes, excluded: Collection[PeerId] = ()) -> KeyRotation:
     """Orders the founder's daemon to rotate the key, now or when it is started next.
 
-    Who was excluded by a rotation that is still under way stays excluded.
+    A rotation that excludes nobody admits again who was excluded; one that excludes others adds to a rotation that is
+    still under way. Who is excluded by an order that nobody has carried out stays excluded: they are still members.
 
     Args:
         home: The founder's.
@@ -165,10 +166,10 @@ def order_rotation(home: Home, run: bytes, excluded: Iterable[PeerId] = ()) -> K
     """
     stored, ordered = read_stored(home, run), read_order(home, run)
     number = max(stored.rotation.number if stored else 0, ordered.number if ordered else 0)
-    names = set(excluded)
+    names, more = set(excluded), bool(excluded)
     if ordered is not None and (stored is None or stored.rotation.number < ordered.number):
         names |= set(ordered.excluded)
-    if stored is not None and stored.older is not None:
+    if more and stored is not None and stored.older is not None:
         names |= set(stored.rotation.excluded)
     if len(names) > MAX_EXCLUDED:
         raise SettingsError(f"at most {MAX_EXCLUDED} peers can be excluded at a time, and these are {len(names)}")

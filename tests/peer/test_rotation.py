@@ -31,7 +31,7 @@ from protocol.transport import Address
 
 FOUNDER = Identity.from_seed(b"f" * 32)
 RUN, OLD, NEW = b"r" * 32, b"o" * 32, b"n" * 32
-ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
+ALICE, BOB, CAROL = (PeerId(letter * 32) for letter in (b"a", b"b", b"c"))
 ROTATION = KeyRotation.sign(FOUNDER, RUN, 3, NEW, [BOB, ALICE])
 
 key = st.binary(min_size=32, max_size=32)
@@ -117,9 +117,9 @@ def test_orders_are_numbered_and_keep_out_who_was_just_excluded(home):
     assert second.is_by(home.identity.public_key)
     assert stat.S_IMODE(home.rotation.stat().st_mode) == 0o600
     write_stored(home, Stored(second, OLD))
-    assert set(order_rotation(home, run).excluded) == {ALICE, BOB}  # it is under way
-    write_stored(home, Stored(read_order(home, run), None))
-    fourth = order_rotation(home, run)
+    assert set(order_rotation(home, run, [CAROL]).excluded) == {ALICE, BOB, CAROL}  # it is under way
+    write_stored(home, Stored(read_order(home, run), OLD))
+    fourth = order_rotation(home, run)  # they are out, and are admitted again
     assert (fourth.number, fourth.excluded) == (4, ())
     with pytest.raises(SettingsError, match="at most 64"):
         order_rotation(home, run, [PeerId(bytes([n]) * 32) for n in range(MAX_EXCLUDED + 1)])
@@ -156,6 +156,22 @@ def test_the_command_prints_a_fresh_ticket(home, shoal):
     assert "when this peer is started next" in result.stderr
     report = json.loads(shoal("rotate-key", "--json").stdout)
     assert (report["number"], Ticket.parse(report["ticket"], 0.0).key_number) == (2, 2)
+
+
+def test_the_command_says_who_is_out_and_who_may_come_again(home, shoal):
+    manifest = founded(home)
+    shoal("rotate-key", "--except", BOB)
+    result = shoal("rotate-key")  # nobody has followed that
+    assert f"excluded: {BOB}, by an earlier rotation" in result.stderr
+    assert "admitted again" not in result.stderr
+    write_stored(home, Stored(read_order(home, manifest.run_id), OLD))
+    result = shoal("rotate-key", "--except", ALICE)
+    assert f"excluded: {BOB}, by an earlier rotation" in result.stderr
+    write_stored(home, Stored(read_order(home, manifest.run_id), OLD))
+    result = shoal("rotate-key")
+    for peer in (ALICE, BOB):
+        assert f"admitted again: {peer}, with the new ticket" in result.stderr
+    assert "by an earlier" not in result.stderr
 
 
 def test_a_home_that_was_never_started_has_no_ticket_to_renew(home, shoal):

@@ -288,8 +288,9 @@ async def test_two_rotations_in_a_row(autojump_clock, swarm):
         await together([a, b, c])
         rotate(swarm, excluded=[c.id])
         await rotated([a, b], 1)
-        rotation = rotate(swarm)  # who was excluded a moment ago still is
-        assert rotation.excluded == (c.id,)
+        other = swarm.home("other").identity.peer_id
+        rotation = rotate(swarm, excluded=[other])  # who was excluded a moment ago still is
+        assert set(rotation.excluded) == {c.id, other}
         await rotated([a, b], 2)
         await together([a, b])
         await retired([a, b], 1)
@@ -298,6 +299,23 @@ async def test_two_rotations_in_a_row(autojump_clock, swarm):
         await rotated([a, b], 3)
         await together([a, b])
         assert not c.events("key_rotated")
+    for name in "abc":
+        swarm.leave(name)
+
+
+async def test_who_was_excluded_is_admitted_again(autojump_clock, swarm):
+    with trio.fail_after(LIMIT):
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
+        await together([a, b, c])
+        rotate(swarm, excluded=[c.id])
+        await rotated([a, b], 1)
+        await c.ended.wait()
+        rotation = rotate(swarm)
+        await rotated([a, b], 2)
+        assert not a.events("key_retired")  # a moment after it was excluded
+        c = await swarm.start("c", ticket=fresh(swarm, rotation))
+        await together([a, b, c])
     for name in "abc":
         swarm.leave(name)
 
