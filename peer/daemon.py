@@ -183,7 +183,6 @@ class _Daemon:
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
         keys = self._run_keys(manifest)
-        self._keys = keys
         membership = self._membership = Membership(
             self.endpoint,
             self._dht,
@@ -315,17 +314,23 @@ class _Daemon:
         self._events.emit(event.event, **fields)
 
     def _ticket(self, manifest: Manifest) -> Ticket:
-        """A ticket that names us first, then the peers that were given to us, and then others that we know."""
-        known = self._dht.contacts()
-        freshest = {peer for peer, _ in known}
-        given = [*self._config.bootstrap]
-        if self._config.ticket is not None:
-            given += [contact for contact in self._config.ticket.bootstrap if contact[0] in freshest]
-        named = {peer for peer, _ in given} | {self.endpoint.peer_id}
-        others = {peer: address for peer, address in reversed(known) if peer not in named}
+        """A ticket that names us first, then the peers that our user named, and then others, where they are now.
+
+        Those are members first, and among them, as among the rest, those of the ticket that we have joined with.
+        """
+        known = dict(reversed(self._dht.contacts()))
+        members = [member.peer for member in self._membership.others] if self._membership else []
+        known |= {peer: places[0] for peer in members if (places := self.endpoint.addresses(peer))}
+        joined = [peer for peer, _ in self._config.ticket.bootstrap] if self._config.ticket else []
+        names = dict.fromkeys(peer for peer in [*joined, *members, *reversed(known)] if peer in known)
+        others = [(peer, known[peer]) for peer in sorted(names, key=lambda peer: peer not in members)]
         own = [(self.endpoint.peer_id, address) for address in self._reach.addresses]
-        bootstrap = tuple(dict.fromkeys([*own, *given, *others.items()]))
-        ticket = Ticket(manifest.run_id, bootstrap[:MAX_BOOTSTRAP])
+        given = [*self._config.bootstrap]
+        hidden = {self.endpoint.peer_id, *(peer for peer, _ in given)}
+        bootstrap = dict.fromkeys([*own, *given, *(contact for contact in others if contact[0] not in hidden)])
+        excluded = self._keys.excluded if self._keys else ()
+        named = [contact for contact in bootstrap if contact[0] not in excluded]
+        ticket = Ticket(manifest.run_id, tuple(named[:MAX_BOOTSTRAP]))
         if self._keyring is None:
             return ticket
         return attrs.evolve(ticket, swarm_key=self._keyring.newest, key_number=self._keyring.number)
@@ -338,7 +343,7 @@ class _Daemon:
         async def founder(peer: PeerId) -> bytes:
             return manifest.founder
 
-        keys = RunKeys(
+        keys = self._keys = RunKeys(
             self.endpoint,
             self._keyring,
             self._home,

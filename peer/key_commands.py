@@ -92,7 +92,9 @@ def _fresh_ticket(home: Home, rotation: KeyRotation) -> str | None:
         ticket = Ticket.parse(home.ticket.read_text("ascii"), now=0.0)
     except (OSError, UnicodeDecodeError):
         return None
-    text = attrs.evolve(ticket, swarm_key=rotation.key, key_number=rotation.number, expires=None).encode()
+    bootstrap = tuple(contact for contact in ticket.bootstrap if contact[0] not in rotation.excluded)
+    ticket = attrs.evolve(ticket, bootstrap=bootstrap or ticket.bootstrap, expires=None)
+    text = attrs.evolve(ticket, swarm_key=rotation.key, key_number=rotation.number).encode()
     try:
         write_atomically(home.ticket, f"{text}\n".encode())
     except OSError as error:

@@ -83,9 +83,14 @@ class RunKeys:
             self._rotation, self._recipients = stored.rotation, stored.recipients
         endpoint.handle(KeyRotation, self._on_rotation)
 
+    @property
+    def excluded(self) -> tuple[PeerId, ...]:
+        """Whom the founder has excluded."""
+        return () if self._rotation is None else self._rotation.excluded
+
     def refusal(self, peer: PeerId) -> str | None:
         """Why a peer cannot be a member; None if the keys have nothing against it."""
-        if self._rotation is not None and peer in self._rotation.excluded:
+        if peer in self.excluded:
             return EXCLUDED
         admitted = self._returning if self._recipients is None else self._recipients
         if self._keyring.older is None or admitted is None or peer in admitted or self._holds(peer):

@@ -158,6 +158,13 @@ def test_the_command_prints_a_fresh_ticket(home, shoal):
     assert (report["number"], Ticket.parse(report["ticket"], 0.0).key_number) == (2, 2)
 
 
+def test_the_printed_ticket_leaves_out_who_is_excluded(home, shoal):
+    manifest = founded(home)
+    bootstrap = tuple((peer, Address("192.0.2.7", 7070)) for peer in (ALICE, BOB))
+    home.ticket.write_text(Ticket(manifest.run_id, bootstrap, swarm_key=OLD).encode())
+    assert Ticket.parse(shoal("rotate-key", "--except", BOB).stdout, 0.0).bootstrap == bootstrap[:1]
+
+
 def test_the_command_says_who_is_out_and_who_may_come_again(home, shoal):
     manifest = founded(home)
     shoal("rotate-key", "--except", BOB)
@@ -169,8 +176,8 @@ def test_the_command_says_who_is_out_and_who_may_come_again(home, shoal):
     assert f"excluded: {BOB}, by an earlier rotation" in result.stderr
     write_stored(home, Stored(read_order(home, manifest.run_id), OLD))
     result = shoal("rotate-key")
-    for peer in (ALICE, BOB):
-        assert f"admitted again: {peer}, with the new ticket" in result.stderr
+    for name in (ALICE, BOB):
+        assert f"admitted again: {name}, with the new ticket" in result.stderr
     assert "by an earlier" not in result.stderr
 
 

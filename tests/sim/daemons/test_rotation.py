@@ -281,6 +281,24 @@ async def test_an_excluded_member_is_out(autojump_clock, swarm):
         swarm.leave(name)
 
 
+async def test_tickets_name_members_where_they_are_and_nobody_who_is_excluded(autojump_clock, swarm):
+    tickets = []
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        c = await expendable(swarm, "c")
+        moved = await swarm.start("moved")
+        gone = ((moved.id, Address("nowhere", 4000)), (c.id, Address("c", 4000)))
+        old = attrs.evolve(swarm.ticket, bootstrap=(*gone, *swarm.ticket.bootstrap))
+        b = await swarm.start("b", ticket=old, on_ticket=tickets.append)
+        await together([a, b, c, moved])
+        rotate(swarm, excluded=[c.id])
+        await rotated([b], 1)
+        assert dict(tickets[-1].bootstrap) == {peer.id: Address(peer.name, 4000) for peer in (a, b, moved)}
+        assert tickets[-1].bootstrap[0][0] == b.id
+    for name in ("a", "b", "c", "moved"):
+        swarm.leave(name)
+
+
 async def test_two_rotations_in_a_row(autojump_clock, swarm):
     with trio.fail_after(LIMIT):
         a, b = [await swarm.start(name) for name in "ab"]
