@@ -75,12 +75,13 @@ class RunKeys:
         self._returning: Collection[PeerId] | None = None  # who may come until the recipients are settled, if not all
         self._holders: set[PeerId] = set()  # who has the newest key for sure
         self._recipients: frozenset[PeerId] | None = None
-        self._deadline = trio.current_time() + GRACE
+        self._begin_grace()
         self._rotated = trio.Event()
         self._rotation: KeyRotation | None = None
         stored = read_stored(home, run)
         if stored is not None and stored.rotation.number == keyring.number:
             self._rotation, self._recipients = stored.rotation, stored.recipients
+            self._begin_grace(stored.until)
         endpoint.handle(KeyRotation, self._on_rotation)
 
     @property
@@ -184,7 +185,7 @@ class RunKeys:
         self._keyring.rotate(rotation.number, rotation.key)
         self._rotation, self._recipients, self._returning = rotation, None, self._lately()
         self._holders.clear()
-        self._deadline = trio.current_time() + GRACE
+        self._begin_grace()
         self._store()
         self._events.emit("key_rotated", number=rotation.number, excluded=rotation.excluded)
         for peer in rotation.excluded:
@@ -192,6 +193,12 @@ class RunKeys:
         self._changed()
         self._rotated.set()
         self._rotated = trio.Event()
+
+    def _begin_grace(self, until: float | None = None) -> None:
+        """Begins the grace period, or what is left of it: the wall clock can make it shorter, but not longer."""
+        now = self._events.now()
+        left = GRACE if until is None else max(0.0, min(GRACE, until - now))
+        self._deadline, self._until = trio.current_time() + left, now + left
 
     def _end_grace(self) -> None:
         self._keyring.retire()
@@ -213,6 +220,6 @@ class RunKeys:
         if self._rotation is None:
             return
         try:
-            write_stored(self._home, Stored(self._rotation, self._keyring.older, self._recipients))
+            write_stored(self._home, Stored(self._rotation, self._keyring.older, self._recipients, self._until))
         except OSError as error:  # no reason to stop; but a restart would go back to the old key
             self._events.emit("key_problem", reason=f"{self._home.rotated}: {error.strerror}")

@@ -68,11 +68,13 @@ class Stored:
         rotation: What the founder signed.
         older: The key before it, as long as that is still good.
         recipients: Who was here when it came, and may be given the new key; None if that is not settled yet.
+        until: When the key before it stops being good at the latest, in Unix seconds; None if that is not known.
     """
 
     rotation: KeyRotation
     older: bytes | None = attrs.field(default=None, repr=False)
     recipients: frozenset[PeerId] | None = None
+    until: float | None = None
 
 
 @attrs.frozen
@@ -82,6 +84,7 @@ class _File:
     rotation: bytes
     older: bytes | None
     recipients: tuple[bytes, ...] | None
+    until: float | None = None
 
 
 def open_keyring(home: Home, run: bytes, key: bytes, number: int) -> Keyring:
@@ -119,7 +122,7 @@ def read_stored(home: Home, run: bytes) -> Stored | None:
         recipients = None if file.recipients is None else frozenset(map(PeerId, file.recipients))
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ProtocolError) as error:
         raise _damaged(home.rotated) from error
-    return Stored(rotation, file.older, recipients) if rotation.run == run else None
+    return Stored(rotation, file.older, recipients, file.until) if rotation.run == run else None
 
 
 def write_stored(home: Home, stored: Stored) -> None:
@@ -129,7 +132,7 @@ def write_stored(home: Home, stored: Stored) -> None:
         OSError: It cannot be written.
     """
     recipients = None if stored.recipients is None else tuple(bytes(peer) for peer in sorted(stored.recipients))
-    file = _File(wire.encode(stored.rotation), stored.older, recipients)
+    file = _File(wire.encode(stored.rotation), stored.older, recipients, stored.until)
     write_atomically(home.rotated, msgspec.json.encode(file))
 
 

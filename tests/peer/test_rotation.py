@@ -75,8 +75,9 @@ def test_keys_are_not_shown():
 
 @pytest.mark.parametrize("recipients", [None, frozenset(), frozenset([ALICE, BOB])])
 @pytest.mark.parametrize("older", [None, OLD])
-def test_what_is_stored_comes_back(home, older, recipients):
-    stored = Stored(ROTATION, older, recipients)
+@pytest.mark.parametrize("until", [None, 1.5e9])
+def test_what_is_stored_comes_back(home, older, recipients, until):
+    stored = Stored(ROTATION, older, recipients, until)
     write_stored(home, stored)
     assert read_stored(home, RUN) == stored
     assert read_stored(home, OLD) is None  # it is of another run

@@ -235,6 +235,22 @@ async def test_restarts_use_the_newest_key(autojump_clock, swarm):
         swarm.leave(name)
 
 
+async def test_restarts_do_not_prolong_what_the_old_key_is_good_for(autojump_clock, swarm):
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        rotate(swarm)
+        await rotated([a], 1)
+        end = a.events("key_rotated")[0]["t"] + keys.GRACE
+        for _ in range(2):
+            await trio.sleep(40)
+            swarm.leave("a")
+            await a.ended.wait()
+            a = await swarm.start("a")
+        await retired([a], 0)
+        assert end <= a.events("key_retired")[0]["t"] <= end + keys.PERIOD
+    swarm.leave("a")
+
+
 async def test_a_rotation_that_is_ordered_while_the_founder_is_away(autojump_clock, swarm):
     with trio.fail_after(LIMIT):
         a, b, c = [await swarm.start(name) for name in "abc"]
