@@ -75,6 +75,9 @@ class RunKeys:
         self._returning: Collection[PeerId] | None = None  # who may come until the recipients are settled, if not all
         self._holders: set[PeerId] = set()  # who has the newest key for sure
         self._recipients: frozenset[PeerId] | None = None
+        self._giving: set[PeerId] = set()  # who is being given the newest key
+        self._begun = False  # to give it
+        self._out = True  # whether those excluded are told so: not before the others have had the time to hear of it
         self._begin_grace()
         self._rotated = trio.Event()
         self._rotation: KeyRotation | None = None
@@ -92,7 +95,7 @@ class RunKeys:
     def refusal(self, peer: PeerId) -> str | None:
         """Why a peer cannot be a member; None if the keys have nothing against it."""
         if peer in self.excluded:
-            return EXCLUDED
+            return EXCLUDED if self._out or peer not in (self._returning or ()) else None
         admitted = self._returning if self._recipients is None else self._recipients
         if self._keyring.older is None or admitted is None or peer in admitted or self._holds(peer):
             return None
@@ -138,17 +141,18 @@ class RunKeys:
         Args:
             present: The members that are here, once those that were a moment ago have had the time to come back.
         """
-        while True:
-            if self._keyring.older is None:
-                await self._rotated.wait()
-            elif trio.current_time() >= self._deadline:
-                self._end_grace()
-            else:
-                await self._spread(present)
-                await trio.sleep(PERIOD)
+        async with trio.open_nursery() as nursery:
+            while True:
+                if self._keyring.older is None:
+                    await self._rotated.wait()
+                elif trio.current_time() >= self._deadline:
+                    self._end_grace()
+                else:
+                    await self._spread(present, nursery)
+                    await trio.sleep(PERIOD)
 
-    async def _spread(self, present: Callable[[], Awaitable[Collection[PeerId]]]) -> None:
-        """Gives the newest key to those who are to have it and are connected."""
+    async def _spread(self, present: Callable[[], Awaitable[Collection[PeerId]]], nursery: trio.Nursery) -> None:
+        """Begins to give the newest key to those who are to have it and are connected."""
         rotation = self._rotation
         if self._recipients is None:
             here = await present()
@@ -156,16 +160,30 @@ class RunKeys:
                 return
             self._recipients = frozenset(here) - frozenset(rotation.excluded)
             self._store()
-        async with trio.open_nursery() as nursery:
-            for peer in self._recipients:
-                if rotation is not None and self._endpoint.is_connected(peer) and not self._holds(peer):
-                    nursery.start_soon(self._give, peer, rotation)
+        if rotation is None:
+            return
+        idle = self._recipients - self._giving
+        lacking = [peer for peer in idle if self._endpoint.is_connected(peer) and not self._holds(peer)]
+        self._giving.update(lacking)
+        nursery.start_soon(self._give_all, lacking, rotation, self._giving, not self._begun)
+        self._begun = True
 
-    async def _give(self, peer: PeerId, rotation: KeyRotation) -> None:
+    async def _give_all(
+        self, peers: Collection[PeerId], rotation: KeyRotation, giving: set[PeerId], first: bool
+    ) -> None:
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(self._give, peer, rotation, giving)
+        if first and rotation is self._rotation:
+            self._put_out()
+
+    async def _give(self, peer: PeerId, rotation: KeyRotation, giving: set[PeerId]) -> None:
         try:
             taken = await self._endpoint.request(peer, rotation, KeyTaken)
         except ShoalError:
             return  # until the grace is over, it is tried again
+        finally:
+            giving.discard(peer)
         if taken.number >= rotation.number and rotation is self._rotation:
             self._note_holder(peer)
 
@@ -184,15 +202,20 @@ class RunKeys:
     def _take(self, rotation: KeyRotation) -> None:
         self._keyring.rotate(rotation.number, rotation.key)
         self._rotation, self._recipients, self._returning = rotation, None, self._lately()
+        self._giving, self._begun, self._out = set(), False, False
         self._holders.clear()
         self._begin_grace()
         self._store()
         self._events.emit("key_rotated", number=rotation.number, excluded=rotation.excluded)
-        for peer in rotation.excluded:
-            self._endpoint.disconnect(peer, EXCLUDED)
         self._changed()
         self._rotated.set()
         self._rotated = trio.Event()
+
+    def _put_out(self) -> None:
+        """From now on, those who are excluded are told so."""
+        self._out = True
+        for peer in self.excluded:
+            self._endpoint.disconnect(peer, EXCLUDED)
 
     def _begin_grace(self, until: float | None = None) -> None:
         """Begins the grace period, or what is left of it: the wall clock can make it shorter, but not longer."""
@@ -202,6 +225,7 @@ class RunKeys:
 
     def _end_grace(self) -> None:
         self._keyring.retire()
+        self._out = True
         self._store()
         self._events.emit("key_retired", number=self._keyring.number - 1)
         for peer in self._endpoint.connected:

@@ -418,6 +418,51 @@ async def test_who_is_excluded_cannot_come_back_by_another_name(autojump_clock, 
         swarm.leave(name)
 
 
+async def test_who_is_excluded_is_told_when_the_others_know(autojump_clock, swarm):
+    with trio.fail_after(LIMIT):
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
+        await together([a, b, c])
+        swarm.network.set_link("a", "b", latency=2.0)
+        rotate(swarm, excluded=[c.id])
+        await c.until(lambda: any("excluded" in event["reason"] for event in c.events("peer_lost")))
+        assert b.events("key_rotated")
+    for name in "abc":
+        swarm.leave(name)
+
+
+async def test_one_that_does_not_answer_holds_up_nobody(autojump_clock, swarm, insider):
+    with trio.fail_after(LIMIT):
+        a, b = [await swarm.start(name) for name in "ab"]
+        await together([a, b])
+        _, silent = await insider("silent", swarm.ticket.swarm_key)
+        asked, first = [], trio.Event()
+
+        async def welcome(hello, stream):
+            return Welcome(StatusClaim(0, None, False), ())
+
+        async def keep_waiting(rotation, stream):
+            asked.append(stream.peer)
+            first.set()
+            await trio.sleep_forever()
+
+        silent.handle(Hello, welcome)
+        silent.handle(KeyRotation, keep_waiting)
+        silent.learn(a.id, Address("a", 4000))
+        await silent.request(a.id, Hello(swarm.ticket.run_id, StatusClaim(0, None, False)), Welcome)
+        swarm.network.set_link("a", "b", latency=2.0)
+        rotate(swarm)
+        await first.wait()
+        swarm.kill("b")
+        await b.ended.wait()
+        swarm.network.set_link("a", "b", latency=0.02)
+        b = await swarm.start("b")
+        await rotated([b], 1)
+        assert asked == [a.id]
+    for name in "ab":
+        swarm.leave(name)
+
+
 async def test_an_older_key_is_never_taken_again(autojump_clock, swarm, insider):
     with trio.fail_after(LIMIT):
         a, b = [await swarm.start(name) for name in "ab"]
