@@ -112,7 +112,7 @@ async def run_daemon(
     Raises:
         PeerUnreachable: Joining, and nobody answers.
         IdentityInUse: Another daemon with the identity of this home takes part, and nobody takes us for that peer.
-        HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
+        HandshakeError, RequestRefused: The swarm does not let us in, or we are no member any more.
         DataError, SettingsError: The data are not what the run is about, or settings cannot be used.
         ComputeFailed: Memory ran out, or a device failed.
         ShoalError: Home or address cannot be used.
@@ -148,6 +148,7 @@ class _Daemon:
         self._keyring = _keyring(config)
         self._rejected_by: set[PeerId] = set()
         self._membership: Membership | None = None
+        self._keys: RunKeys | None = None
         self.endpoint = Endpoint(
             self._identity,
             transport,
@@ -193,6 +194,7 @@ class _Daemon:
             plausible=partial(_plausible, settings),
             seen=self._seen,
             rejected=self._rejected,
+            final=keys.expels if keys else lambda peer, error: False,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
         rounds = Rounds(
@@ -214,6 +216,8 @@ class _Daemon:
             nursery.start_soon(keys.run, partial(self._present, membership))
             if manifest.founder == self._identity.public_key:
                 nursery.start_soon(keys.follow_orders)
+            else:
+                nursery.start_soon(self._end_if_expelled, membership)
         self._events.emit(
             "started",
             address=str(self._reach.addresses[0]),
@@ -311,17 +315,23 @@ class _Daemon:
         self._events.emit(event.event, **fields)
 
     def _ticket(self, manifest: Manifest) -> Ticket:
-        """A ticket that names us first, then the peers that were given to us, and then others that we know."""
-        known = self._dht.contacts()
-        freshest = {peer for peer, _ in known}
-        given = [*self._config.bootstrap]
-        if self._config.ticket is not None:
-            given += [contact for contact in self._config.ticket.bootstrap if contact[0] in freshest]
-        named = {peer for peer, _ in given} | {self.endpoint.peer_id}
-        others = {peer: address for peer, address in reversed(known) if peer not in named}
+        """A ticket that names us first, then the peers that our user named, and then others, where they are now.
+
+        Those are members first, and among them, as among the rest, those of the ticket that we have joined with.
+        """
+        known = dict(reversed(self._dht.contacts()))
+        members = [member.peer for member in self._membership.others] if self._membership else []
+        known |= {peer: places[0] for peer in members if (places := self.endpoint.addresses(peer))}
+        joined = [peer for peer, _ in self._config.ticket.bootstrap] if self._config.ticket else []
+        names = dict.fromkeys(peer for peer in [*joined, *members, *reversed(known)] if peer in known)
+        others = [(peer, known[peer]) for peer in sorted(names, key=lambda peer: peer not in members)]
         own = [(self.endpoint.peer_id, address) for address in self._reach.addresses]
-        bootstrap = tuple(dict.fromkeys([*own, *given, *others.items()]))
-        ticket = Ticket(manifest.run_id, bootstrap[:MAX_BOOTSTRAP])
+        given = [*self._config.bootstrap]
+        hidden = {self.endpoint.peer_id, *(peer for peer, _ in given)}
+        bootstrap = dict.fromkeys([*own, *given, *(contact for contact in others if contact[0] not in hidden)])
+        excluded = self._keys.excluded if self._keys else ()
+        named = [contact for contact in bootstrap if contact[0] not in excluded]
+        ticket = Ticket(manifest.run_id, tuple(named[:MAX_BOOTSTRAP]))
         if self._keyring is None:
             return ticket
         return attrs.evolve(ticket, swarm_key=self._keyring.newest, key_number=self._keyring.number)
@@ -334,7 +344,7 @@ class _Daemon:
         async def founder(peer: PeerId) -> bytes:
             return manifest.founder
 
-        keys = RunKeys(
+        keys = self._keys = RunKeys(
             self.endpoint,
             self._keyring,
             self._home,
@@ -353,7 +363,12 @@ class _Daemon:
         await membership.settled()
         return [*(member.peer for member in membership.others), *(peer for peer, _ in self._config.bootstrap)]
 
+    async def _end_if_expelled(self, membership: Membership) -> None:
+        raise await membership.expelled()
+
     def _seen(self, peer: PeerId) -> None:
+        if self._keys is not None:
+            self._keys.seen(peer)
         self._rejected_by.discard(peer)
         self._events.emit("peer_seen", peer=peer)
 
