@@ -68,6 +68,9 @@ def main() -> None:
     At once: with PyTorch loaded, the interpreter's own way out takes seconds on a busy machine, and nothing is left to
     be done. Whoever pressed Ctrl-C is waiting.
     """
+    # OpenMP's threads otherwise spin while they wait for each other: on a busy machine, for most of the time. It has to
+    # be said before PyTorch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except SystemExit as left:
@@ -395,7 +398,7 @@ def _run_node(
             data=node.data,
             events=events,
             device=_device(node.device),
-            threads=node.threads or os.cpu_count() or 1,
+            threads=node.threads,
             max_upload=node.max_upload,
             max_download=node.max_download,
             max_memory=node.max_memory,

@@ -33,7 +33,7 @@ from peer.state import Tip
 from peer.status import member_status
 from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
-from peer.trainer import Trainer
+from peer.trainer import Trainer, default_threads
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
@@ -80,7 +80,8 @@ class DaemonConfig:
     """Called with each ticket that replaces the first one, as addresses change."""
     relay: bool = True
     device: str = "cpu"
-    threads: int = 1
+    threads: int | None = None
+    """Of the processor; None: as many as suit the run's model."""
     max_upload: int | None = None
     max_download: int | None = None
     max_memory: int | None = None
@@ -117,7 +118,6 @@ async def run_daemon(
         ComputeFailed: Memory ran out, or a device failed.
         ShoalError: Home or address cannot be used.
     """
-    torch.set_num_threads(config.threads)
     network: Transport = TcpTransport() if transport is None else transport
     daemon = _Daemon(config, network, compute, rng or random.Random())
     reason = "cancelled"
@@ -178,6 +178,7 @@ class _Daemon:
                 code="not_allowed",
                 hint="whoever founds a run can list you under membership.allow",
             )
+        torch.set_num_threads(config.threads or default_threads(settings.model))  # before a worker thread computes
         trainer = await self._compute(self._make_trainer, settings, corpus)
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)

@@ -130,7 +130,8 @@ class NodeOptions(PeerOptions):
     ] = None
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:1, …")] = "auto"
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Processor threads for training. Default: all.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Processor threads for training. Default: 1 for a small model, else all."),
     ] = None
     linger: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Stay so long after the last round, for newcomers.")

@@ -337,6 +337,16 @@ def test_join_passes_its_options_on(shoal, daemon, home):
     assert events[0]["peer"] == str(home.identity.peer_id)
 
 
+def test_threads_wait_without_spinning():
+    code = "import os, peer.cli; peer.cli.app = lambda: print(os.environ['OMP_WAIT_POLICY']); peer.cli.main()"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, used in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | given
+        )
+        assert result.stdout == f"{used}\n"
+
+
 def test_join_knows_helpers(shoal, daemon):
     one, two = f"{PeerId(b'1' * 32)}@192.0.2.1:1", f"{PeerId(b'2' * 32)}@[2001:db8::2]:2"
     assert shoal("join", TICKET.encode(), "--bootstrap", one, "--bootstrap", two, "--no-map").exit_code == 0
