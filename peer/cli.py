@@ -336,14 +336,14 @@ command("shoal rotate-key --except gbyxiezcy7rirj4qu764tx3ditnjxynqzbxd37fzcr7qo
 
 def _founded(file: Path | None, tables: dict[str, dict[str, object]], node: NodeOptions, home: Home) -> Manifest:
     """The manifest of the run to found, or to go on with."""
-    from peer.manifest import Manifest, settings_from, warnings
+    from peer.manifest import Manifest, kept_manifest, settings_from, warnings
 
     if file is not None:
         if tables:
             raise UsageError("a manifest and settings as options exclude each other", hint=f"edit {file} instead")
         manifest = Manifest.found(_read_manifest(file), home.identity)
-    elif not tables and home.manifest.exists():
-        manifest = Manifest.parse(_read_manifest(home.manifest))
+    elif not tables and (kept := kept_manifest(home)) is not None:
+        manifest = kept
         if manifest.founder != home.identity.public_key:
             raise UsageError(f"{home.path} takes part in a run that another peer founded", hint="use another --home")
     else:
@@ -370,7 +370,10 @@ def _run_node(
     from peer.events import EventLog
     from peer.foreground import ended_by_sigterm, run_in_foreground
     from peer.home import write_atomically
+    from peer.manifest import kept_manifest
     from peer.status import StatusFile
+
+    run = manifest.run_id if manifest is not None else ticket.run_id if ticket is not None else None
 
     def keep_ticket(current: Ticket) -> None:
         for path in filter(None, (home.ticket, node.ticket_file)):
@@ -384,6 +387,7 @@ def _run_node(
             keep_ticket(current)
 
     with ended_by_sigterm(), home.lock(), EventLog(node.events, home.identity.peer_id) as events:
+        kept_manifest(home, run)
         # Only now, when all that a user may have got wrong is checked: this imports torch.
         from peer.daemon import DaemonConfig, run_daemon
 

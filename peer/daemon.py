@@ -22,7 +22,7 @@ from peer.failure import first_cause
 from peer.finding import find_manifest
 from peer.home import Home, HomeError, write_atomically
 from peer.keys import RunKeys
-from peer.manifest import Manifest
+from peer.manifest import Manifest, kept_manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
@@ -53,10 +53,6 @@ or the next state and the tensors that a checkpoint is written from (up to 36)."
 
 MEMBERS_PERIOD = 1.0
 """Seconds between two looks at the members for the status."""
-
-
-class WrongHome(HomeError):
-    """The home belongs to another run."""
 
 
 class ComputeFailed(ShoalError):
@@ -267,25 +263,10 @@ class _Daemon:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""
         assert self._config.ticket is not None
         run = self._config.ticket.run_id
-        own = self._home_manifest()
-        if own is not None:
-            if own.run_id != run:
-                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
-            return own
-        return (await find_manifest(self.endpoint, self._dht, run))[0]
-
-    def _home_manifest(self) -> Manifest | None:
-        path = self._home.manifest
-        try:
-            return Manifest.parse(path.read_text("utf-8")) if path.exists() else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise HomeError(f"{path} cannot be read: {error}", hint="use another --home") from error
+        return kept_manifest(self._home, run) or (await find_manifest(self.endpoint, self._dht, run))[0]
 
     def _keep_manifest(self, manifest: Manifest) -> None:
-        own = self._home_manifest()
-        if own is not None:
-            if own.run_id != manifest.run_id:
-                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
+        if kept_manifest(self._home, manifest.run_id) is not None:
             return
         try:
             write_atomically(self._home.manifest, manifest.dump().encode())

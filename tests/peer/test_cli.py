@@ -301,6 +301,29 @@ def test_start_goes_on_with_the_run_of_its_home(shoal, daemon, home):
     assert "another peer founded" in result.stderr
 
 
+def test_the_home_of_another_run(shoal, daemon, home):
+    manifest = Manifest.create(Settings(run=RunSettings(name="mine")), home.identity)
+    home.manifest.write_text(manifest.dump())
+    for arguments in (("start", "--name", "other"), ("join", TICKET.encode())):
+        result = shoal(*arguments)
+        assert result.exit_code == 2
+        assert "takes part in another run" in result.stderr
+    assert daemon.config is None
+    assert shoal("start", "--name", "mine").exit_code == 0
+    assert home.manifest.read_text() == manifest.dump()
+
+
+@pytest.mark.parametrize("contents", [b"\xff", b"[run", b"[run]\nname = 1\n"])
+def test_a_damaged_manifest_in_the_home(shoal, daemon, home, contents):
+    home.manifest.write_bytes(contents)
+    for arguments in (("start",), ("start", "--name", "mine"), ("join", TICKET.encode())):
+        result = shoal(*arguments)
+        assert result.exit_code == 2
+        assert f"error: {home.manifest} " in result.stderr
+        assert "hint: " in result.stderr
+    assert daemon.config is None
+
+
 def test_start_needs_the_text_of_a_run_on_text(shoal, daemon, tmp_path):
     assert shoal("start", "--data", "corpus.txt").exit_code == 0
     assert daemon.config.manifest.settings.data.source == "text"
