@@ -26,7 +26,17 @@ from peer.manifest import Manifest, kept_manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, is_inside, outward_host, read_book, tell_paths, write_book
+from peer.reach import (
+    UNSPECIFIED,
+    Reach,
+    book_entries,
+    is_inside,
+    outward_host,
+    read_book,
+    start_listening,
+    tell_paths,
+    write_book,
+)
 from peer.rotation import open_keyring
 from peer.settings import Settings
 from peer.state import Tip
@@ -161,7 +171,7 @@ class _Daemon:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
         await nursery.start(tell_paths, self.endpoint, self._events, self._reach, self._rng)
-        await nursery.start(self.endpoint.run, config.listen)
+        await start_listening(nursery, self.endpoint, self._home, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()

@@ -86,7 +86,12 @@ class PeerOptions(HomeOptions):
     """How a peer meets others."""
 
     listen: Annotated[
-        Address, typer.Option(parser=parse_address, metavar="HOST:PORT", help="Where others connect; port 0 picks one.")
+        Address,
+        typer.Option(
+            parser=parse_address,
+            metavar="HOST:PORT",
+            help="Where others connect; port 0: as last time if it is free, else any.",
+        ),
     ] = ANY_PORT
     announce: Annotated[
         Address | None,
