@@ -258,7 +258,9 @@ def status(
 def ticket(
     options: HomeOptions,
     show: Annotated[str | None, typer.Option(metavar="TICKET", help="Say what is in this ticket.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0.01, max=1e6, help="Let the printed ticket expire.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.01, max=1e6, help="Let the printed ticket expire, give or take a minute.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Print a ticket for the run of the local peer, to invite others; or show what is in one."""
@@ -513,4 +515,4 @@ def _show_ticket(ticket: Ticket, *, as_json: bool) -> None:
         print(f"{'expires:':12} never")
     else:
         moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ticket.expires))
-        print(f"{'expires:':12} {moment}{' (over)' if ticket.expires < time.time() else ''}")
+        print(f"{'expires:':12} {moment}{' (over)' if ticket.is_over(time.time()) else ''}")

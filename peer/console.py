@@ -155,15 +155,6 @@ def member_row(member: MemberStatus) -> tuple[str, str, str, str, str]:
     return member.peer[:_SHORT], member.address or "-", member.path, rtt, revision
 
 
-def duration(seconds: float) -> str:
-    """A length of time for people: 2 h 05 min."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
 def size(count: float) -> str:
     """A number of bytes for people: 12.3 MB."""
     for unit in ("B", "kB", "MB", "GB"):

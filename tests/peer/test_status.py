@@ -6,9 +6,10 @@ import pytest
 import trio
 import trio.testing
 
-from peer.console import Console, describe, duration, member_lines, size, summary
+from peer.console import Console, describe, member_lines, size, summary
 from peer.events import EventLog
 from peer.status import MemberStatus, Status, StatusError, StatusFile, read_status, write_status
+from peer.text import duration
 
 ME = "m" * 52
 STORY = [
