@@ -381,13 +381,11 @@ def _run_node(
         for path in filter(None, (home.ticket, node.ticket_file)):
             try:
                 write_atomically(path, f"{current.encode()}\n".encode())
-            except OSError as error:
-                raise ShoalError(f"the ticket cannot be written to {path}: {error.strerror}") from error
+            except OSError as error:  # a full disk is no reason to stop
+                events.emit("ticket_failed", reason=f"{path}: {error.strerror}")
 
-    def replace_ticket(current: Ticket) -> None:
-        with contextlib.suppress(ShoalError):  # the first one was written, and is still of use
-            keep_ticket(current)
-
+    if node.ticket_file is not None:
+        _check_writable(node.ticket_file, "--ticket-file")
     with ended_by_sigterm(), home.lock(), EventLog(node.events, home.identity.peer_id) as events:
         kept_manifest(home, run)
         # Only now, when all that a user may have got wrong is checked: this imports torch.
@@ -399,7 +397,7 @@ def _run_node(
             announce=node.announce,
             map_port=not node.no_map,
             bootstrap=node.contacts,
-            on_ticket=replace_ticket,
+            on_ticket=keep_ticket,
             relay=node.relay,
             data=node.data,
             events=events,
@@ -427,6 +425,18 @@ def _run_node(
             code = run_in_foreground(functools.partial(run_daemon, config), status_file, on_ready)
     if code:
         raise typer.Exit(code)
+
+
+def _check_writable(file: Path, option: str) -> None:
+    """Refuses a file that can be seen to be none, before anything else is done."""
+    if file.is_dir():
+        raise UsageError(f"{option} {file} is a directory", hint="name a file in it")
+    if not file.parent.is_dir():
+        raise UsageError(
+            f"{option} {file} cannot be written: there is no directory {file.parent}", hint="make it first"
+        )
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {file} cannot be written: permission denied", hint="name a file somewhere else")
 
 
 def _device(name: str) -> str:

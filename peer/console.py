@@ -117,6 +117,8 @@ def describe(event: Event) -> str | None:
             return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
         case "checkpoint_failed":
             return f"round {event['round']}: NOT SAVED: {reason}"
+        case "ticket_failed":
+            return f"the ticket was NOT SAVED: {reason}"
         case "banned":
             return f"peer {peer} is banned: {reason}"
         case "stopped" if reason in DELIBERATE:  # else the error follows, and says the same

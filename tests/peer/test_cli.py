@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -403,10 +404,22 @@ def test_join_refuses_an_expired_ticket(shoal, daemon):
     assert daemon.config is None
 
 
-def test_a_ticket_file_that_cannot_be_written(shoal, daemon):
-    result = shoal("join", TICKET.encode(), "--ticket-file", "missing/ticket")
-    assert result.exit_code == 1
-    assert "error: the ticket cannot be written to missing/ticket" in result.stderr
+@pytest.mark.parametrize("file", ["missing/ticket", "."])
+def test_a_ticket_file_that_cannot_be_written(shoal, daemon, file):
+    result = shoal("join", TICKET.encode(), "--ticket-file", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --ticket-file {file} ")
+    assert daemon.config is None
+
+
+def test_a_ticket_that_cannot_be_saved_is_no_reason_to_stop(shoal, daemon, home, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peer.home.write_atomically", full)
+    result = shoal("start")
+    assert (result.exit_code, result.stdout) == (0, TICKET.encode() + "\n")
+    assert f"the ticket was NOT SAVED: {home.ticket}: No space left on device" in result.stderr
 
 
 # status, ticket, sample and demo
