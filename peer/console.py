@@ -24,7 +24,6 @@ MEET: Final = (
 """What to do for machines that do not find a way to each other."""
 
 _REFRESH: Final = 4.0  # times a second
-DELIBERATE: Final = ("finished", "cancelled")  # reasons for which a peer stops without a fault
 _SHORT: Final = 8  # characters of a peer id
 
 
@@ -90,7 +89,7 @@ def describe(event: Event) -> str | None:
         case "reachability" if event["verdict"] == "private":
             return "others cannot connect to this peer: it connects to them, or through others"
         case "isolated":
-            return f"{reason}. {MEET}"
+            return f"note: {reason}. {MEET}"
         case "peer_seen":
             return f"peer {peer} is here"
         case "peer_lost":
@@ -110,6 +109,8 @@ def describe(event: Event) -> str | None:
         case "round_committed":
             count = len(event.get("contributors", ()))
             peers = f"{count} peer{'' if count == 1 else 's'}"
+            if event.get("fetched"):
+                return f"round {event['round']}: fetched the work of {peers}"
             return f"round {event['round']}: work of {peers} averaged in {event.get('seconds', 0.0):.1f} s"
         case "round_failed":
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
@@ -121,8 +122,10 @@ def describe(event: Event) -> str | None:
             return f"the ticket was NOT SAVED: {reason}"
         case "banned":
             return f"peer {peer} is banned: {reason}"
-        case "stopped" if reason in DELIBERATE:  # else the error follows, and says the same
-            return f"stopped: {reason}"
+        case "stopped" if reason == "cancelled":  # by a signal
+            return "stopped, as asked; the peers that were connected have been told"
+        case "stopped" if reason == "finished":  # else the error follows, and says the same
+            return "stopped: finished"
     return None
 
 

@@ -14,7 +14,7 @@ import trio
 from dht import DHT
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
-from peer.console import MEET
+from peer.console import MEET, size
 from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
@@ -46,7 +46,15 @@ from peer.ticket import MAX_BOOTSTRAP, Ticket
 from peer.trainer import Trainer, default_threads
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
+from protocol.errors import (
+    DataError,
+    HandshakeError,
+    PeerUnreachable,
+    RequestRefused,
+    SettingsError,
+    ShoalError,
+    WrongPeer,
+)
 from protocol.identity import PeerId
 from protocol.keyring import Keyring
 from protocol.rounds import RoundEvent, Rounds
@@ -287,8 +295,8 @@ class _Daemon:
         trainer = Trainer(settings, corpus, self.endpoint.peer_id, device=self._config.device)
         needed, limit = trainer.flat.length * MEMORY_PER_PARAMETER, self._config.max_memory
         if limit is not None and needed > limit:
-            raise ShoalError(
-                f"this run's model needs about {needed >> 20} MiB, and --max-memory allows {limit >> 20} MiB",
+            raise SettingsError(
+                f"this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
                 hint="allow more, or join a run with a smaller model",
             )
         return trainer

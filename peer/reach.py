@@ -172,7 +172,7 @@ def isolation(verdict: Verdict, address: Address, *, relays: bool) -> str | None
     if verdict == "private":
         return "others cannot connect to this peer, and no peer in reach relays for it"
     if is_inside(address.host):
-        return f"{address} means this peer on its own network only, and no peer in reach relays for it"
+        return f"machines on its own network reach this peer at {address}; for others, no peer in reach relays"
     return None
 
 

@@ -559,7 +559,7 @@ def test_a_signal_ends_the_daemon_in_order(process, tmp_path, number, code):
     daemon.send_signal(number)
     _, stderr = daemon.communicate(timeout=60)
     assert daemon.returncode == code
-    assert stderr == "stopped: cancelled\n"
+    assert stderr == "stopped, as asked; the peers that were connected have been told\n"
     assert read_status(tmp_path / "home" / "status.json").reason == "cancelled"
 
 

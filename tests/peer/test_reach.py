@@ -141,7 +141,7 @@ async def test_who_could_not_be_found_from_elsewhere_says_so(autojump_clock, eve
 
     await trio.sleep(3 * ISOLATION_PERIOD)
     (reason,) = told()
-    assert reason == f"{home} means this peer on its own network only, and no peer in reach relays for it"
+    assert reason == f"machines on its own network reach this peer at {home}; for others, no peer in reach relays"
     assert "start `shoal serve`" in describe(heard[-1])
     helper = Endpoint(Identity.from_seed(bytes([1]) * 32), network.transport("203.0.113.5"), rng=random.Random(1))
     with trio.CancelScope() as there:
@@ -193,7 +193,7 @@ PRIVATE, PUBLIC = Address("10.0.0.7", 4000), Address("203.0.113.5", 4000)
         ("private", PRIVATE, False, "others cannot connect"),
         ("private", PRIVATE, True, None),
         ("public", PRIVATE, False, None),
-        ("unknown", PRIVATE, False, "on its own network only"),
+        ("unknown", PRIVATE, False, "machines on its own network"),
         ("unknown", PUBLIC, False, None),
         ("unknown", Address("peer.example.org", 7), False, None),
     ],
