@@ -14,7 +14,7 @@ import trio
 from dht import DHT
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
-from peer.console import MEET
+from peer.console import MEET, size
 from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
@@ -22,21 +22,39 @@ from peer.failure import first_cause
 from peer.finding import find_manifest
 from peer.home import Home, HomeError, write_atomically
 from peer.keys import RunKeys
-from peer.manifest import Manifest
+from peer.manifest import Manifest, kept_manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, is_inside, outward_host, read_book, tell_paths, write_book
+from peer.reach import (
+    UNSPECIFIED,
+    Reach,
+    book_entries,
+    is_inside,
+    outward_host,
+    read_book,
+    start_listening,
+    tell_paths,
+    write_book,
+)
 from peer.rotation import open_keyring
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
 from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
-from peer.trainer import Trainer
+from peer.trainer import Trainer, default_threads
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
+from protocol.errors import (
+    DataError,
+    HandshakeError,
+    PeerUnreachable,
+    RequestRefused,
+    SettingsError,
+    ShoalError,
+    WrongPeer,
+)
 from protocol.identity import PeerId
 from protocol.keyring import Keyring
 from protocol.rounds import RoundEvent, Rounds
@@ -53,10 +71,6 @@ or the next state and the tensors that a checkpoint is written from (up to 36)."
 
 MEMBERS_PERIOD = 1.0
 """Seconds between two looks at the members for the status."""
-
-
-class WrongHome(HomeError):
-    """The home belongs to another run."""
 
 
 class ComputeFailed(ShoalError):
@@ -80,7 +94,8 @@ class DaemonConfig:
     """Called with each ticket that replaces the first one, as addresses change."""
     relay: bool = True
     device: str = "cpu"
-    threads: int = 1
+    threads: int | None = None
+    """Of the processor; None: as many as suit the run's model."""
     max_upload: int | None = None
     max_download: int | None = None
     max_memory: int | None = None
@@ -117,7 +132,6 @@ async def run_daemon(
         ComputeFailed: Memory ran out, or a device failed.
         ShoalError: Home or address cannot be used.
     """
-    torch.set_num_threads(config.threads)
     network: Transport = TcpTransport() if transport is None else transport
     daemon = _Daemon(config, network, compute, rng or random.Random())
     reason = "cancelled"
@@ -166,7 +180,7 @@ class _Daemon:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
         await nursery.start(tell_paths, self.endpoint, self._events, self._reach, self._rng)
-        await nursery.start(self.endpoint.run, config.listen)
+        await start_listening(nursery, self.endpoint, self._home, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
@@ -179,6 +193,7 @@ class _Daemon:
                 code="not_allowed",
                 hint="whoever founds a run can list you under membership.allow",
             )
+        torch.set_num_threads(config.threads or default_threads(settings.model))  # before a worker thread computes
         trainer = await self._compute(self._make_trainer, settings, corpus)
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
@@ -271,25 +286,10 @@ class _Daemon:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""
         assert self._config.ticket is not None
         run = self._config.ticket.run_id
-        own = self._home_manifest()
-        if own is not None:
-            if own.run_id != run:
-                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
-            return own
-        return (await find_manifest(self.endpoint, self._dht, run))[0]
-
-    def _home_manifest(self) -> Manifest | None:
-        path = self._home.manifest
-        try:
-            return Manifest.parse(path.read_text("utf-8")) if path.exists() else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise HomeError(f"{path} cannot be read: {error}", hint="use another --home") from error
+        return kept_manifest(self._home, run) or (await find_manifest(self.endpoint, self._dht, run))[0]
 
     def _keep_manifest(self, manifest: Manifest) -> None:
-        own = self._home_manifest()
-        if own is not None:
-            if own.run_id != manifest.run_id:
-                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
+        if kept_manifest(self._home, manifest.run_id) is not None:
             return
         try:
             write_atomically(self._home.manifest, manifest.dump().encode())
@@ -300,8 +300,8 @@ class _Daemon:
         trainer = Trainer(settings, corpus, self.endpoint.peer_id, device=self._config.device)
         needed, limit = trainer.flat.length * MEMORY_PER_PARAMETER, self._config.max_memory
         if limit is not None and needed > limit:
-            raise ShoalError(
-                f"this run's model needs about {needed >> 20} MiB, and --max-memory allows {limit >> 20} MiB",
+            raise SettingsError(
+                f"this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
                 hint="allow more, or join a run with a smaller model",
             )
         return trainer

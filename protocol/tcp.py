@@ -38,6 +38,12 @@ _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _SHORTAGE_PAUSE = 0.1
 
 
+_LISTEN_HINTS = {
+    errno.EADDRINUSE: "Choose another port, or 0 for any that is free.",
+    errno.EADDRNOTAVAIL: "This machine does not have that address: listen on 0.0.0.0, and announce what others use.",
+    errno.EACCES: "Choose a port from 1024 on, or 0 for any that is free.",
+}
+
 # Linux only; the socket module lacks the first. In struct tcp_info: tcpi_rtt in microseconds, and tcpi_bytes_acked;
 # since Linux 4.6 also tcpi_total_retrans, tcpi_min_rtt in microseconds and tcpi_data_segs_out.
 _SO_MAX_PACING_RATE = 47
@@ -85,7 +91,7 @@ class TcpTransport:
         try:
             return await _listen(address, self._congestion)
         except OSError as error:
-            hint = "Choose another port, or 0 for any that is free." if error.errno == errno.EADDRINUSE else None
+            hint = _LISTEN_HINTS.get(error.errno or 0)
             raise AddressError(f"cannot listen on {address}: {_reason(error)}", hint=hint) from error
 
 
