@@ -87,9 +87,9 @@ class RecordStore:
         self._origins: dict[str, dict[tuple[bytes, PeerId], Held]] = {}  # the same records by origin, the oldest first
         self._records = 0
         self._size = 0
-        # One entry per held record, whose time may be behind the record's: it is put back when it comes up early. So
+        # An entry per held record, whose time may be behind the record's: it is put back when it comes up early. So
         # refreshing costs nothing here, and nobody can make the heap grow by refreshing often. Entries of records that
-        # had to give way stay until there are as many as others.
+        # had to give way, or were replaced by others with less time, stay until there are as many as others.
         self._timers: list[tuple[float, bytes, PeerId]] = []
 
     def __len__(self) -> int:
@@ -220,9 +220,9 @@ class RecordStore:
         replaced = self._keys.get(held.record.key, {}).get(held.record.signer)
         if replaced is not None:
             self._drop(replaced)
-            self._hold(held)
-            return
         self._hold(held)
+        if replaced is not None and replaced.expires <= held.expires:
+            return  # its entry will do
         if len(self._timers) > 2 * self._records:
             self._timers = [(other.expires, other.record.key, other.record.signer) for other in self]
             heapq.heapify(self._timers)

@@ -68,6 +68,9 @@ def main() -> None:
     At once: with PyTorch loaded, the interpreter's own way out takes seconds on a busy machine, and nothing is left to
     be done. Whoever pressed Ctrl-C is waiting.
     """
+    # OpenMP's threads otherwise spin while they wait for each other: on a busy machine, for most of the time. It has to
+    # be said before PyTorch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except SystemExit as left:
@@ -255,7 +258,9 @@ def status(
 def ticket(
     options: HomeOptions,
     show: Annotated[str | None, typer.Option(metavar="TICKET", help="Say what is in this ticket.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0.01, max=1e6, help="Let the printed ticket expire.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.01, max=1e6, help="Let the printed ticket expire, give or take a minute.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
 ) -> None:
     """Print a ticket for the run of the local peer, to invite others; or show what is in one."""
@@ -333,14 +338,14 @@ command("shoal rotate-key --except gbyxiezcy7rirj4qu764tx3ditnjxynqzbxd37fzcr7qo
 
 def _founded(file: Path | None, tables: dict[str, dict[str, object]], node: NodeOptions, home: Home) -> Manifest:
     """The manifest of the run to found, or to go on with."""
-    from peer.manifest import Manifest, settings_from, warnings
+    from peer.manifest import Manifest, kept_manifest, settings_from, warnings
 
     if file is not None:
         if tables:
             raise UsageError("a manifest and settings as options exclude each other", hint=f"edit {file} instead")
         manifest = Manifest.found(_read_manifest(file), home.identity)
-    elif not tables and home.manifest.exists():
-        manifest = Manifest.parse(_read_manifest(home.manifest))
+    elif not tables and (kept := kept_manifest(home)) is not None:
+        manifest = kept
         if manifest.founder != home.identity.public_key:
             raise UsageError(f"{home.path} takes part in a run that another peer founded", hint="use another --home")
     else:
@@ -367,20 +372,22 @@ def _run_node(
     from peer.events import EventLog
     from peer.foreground import ended_by_sigterm, run_in_foreground
     from peer.home import write_atomically
+    from peer.manifest import kept_manifest
     from peer.status import StatusFile
+
+    run = manifest.run_id if manifest is not None else ticket.run_id if ticket is not None else None
 
     def keep_ticket(current: Ticket) -> None:
         for path in filter(None, (home.ticket, node.ticket_file)):
             try:
                 write_atomically(path, f"{current.encode()}\n".encode())
-            except OSError as error:
-                raise ShoalError(f"the ticket cannot be written to {path}: {error.strerror}") from error
+            except OSError as error:  # a full disk is no reason to stop
+                events.emit("ticket_failed", reason=f"{path}: {error.strerror}")
 
-    def replace_ticket(current: Ticket) -> None:
-        with contextlib.suppress(ShoalError):  # the first one was written, and is still of use
-            keep_ticket(current)
-
+    if node.ticket_file is not None:
+        _check_writable(node.ticket_file, "--ticket-file")
     with ended_by_sigterm(), home.lock(), EventLog(node.events, home.identity.peer_id) as events:
+        kept_manifest(home, run)
         # Only now, when all that a user may have got wrong is checked: this imports torch.
         from peer.daemon import DaemonConfig, run_daemon
 
@@ -390,12 +397,12 @@ def _run_node(
             announce=node.announce,
             map_port=not node.no_map,
             bootstrap=node.contacts,
-            on_ticket=replace_ticket,
+            on_ticket=keep_ticket,
             relay=node.relay,
             data=node.data,
             events=events,
             device=_device(node.device),
-            threads=node.threads or os.cpu_count() or 1,
+            threads=node.threads,
             max_upload=node.max_upload,
             max_download=node.max_download,
             max_memory=node.max_memory,
@@ -418,6 +425,18 @@ def _run_node(
             code = run_in_foreground(functools.partial(run_daemon, config), status_file, on_ready)
     if code:
         raise typer.Exit(code)
+
+
+def _check_writable(file: Path, option: str) -> None:
+    """Refuses a file that can be seen to be none, before anything else is done."""
+    if file.is_dir():
+        raise UsageError(f"{option} {file} is a directory", hint="name a file in it")
+    if not file.parent.is_dir():
+        raise UsageError(
+            f"{option} {file} cannot be written: there is no directory {file.parent}", hint="make it first"
+        )
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {file} cannot be written: permission denied", hint="name a file somewhere else")
 
 
 def _device(name: str) -> str:
@@ -506,4 +525,4 @@ def _show_ticket(ticket: Ticket, *, as_json: bool) -> None:
         print(f"{'expires:':12} never")
     else:
         moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ticket.expires))
-        print(f"{'expires:':12} {moment}{' (over)' if ticket.expires < time.time() else ''}")
+        print(f"{'expires:':12} {moment}{' (over)' if ticket.is_over(time.time()) else ''}")

@@ -24,7 +24,6 @@ MEET: Final = (
 """What to do for machines that do not find a way to each other."""
 
 _REFRESH: Final = 4.0  # times a second
-DELIBERATE: Final = ("finished", "cancelled")  # reasons for which a peer stops without a fault
 _SHORT: Final = 8  # characters of a peer id
 
 
@@ -90,7 +89,7 @@ def describe(event: Event) -> str | None:
         case "reachability" if event["verdict"] == "private":
             return "others cannot connect to this peer: it connects to them, or through others"
         case "isolated":
-            return f"{reason}. {MEET}"
+            return f"note: {reason}. {MEET}"
         case "peer_seen":
             return f"peer {peer} is here"
         case "peer_lost":
@@ -110,6 +109,8 @@ def describe(event: Event) -> str | None:
         case "round_committed":
             count = len(event.get("contributors", ()))
             peers = f"{count} peer{'' if count == 1 else 's'}"
+            if event.get("fetched"):
+                return f"round {event['round']}: fetched the work of {peers}"
             return f"round {event['round']}: work of {peers} averaged in {event.get('seconds', 0.0):.1f} s"
         case "round_failed":
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
@@ -117,10 +118,14 @@ def describe(event: Event) -> str | None:
             return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
         case "checkpoint_failed":
             return f"round {event['round']}: NOT SAVED: {reason}"
+        case "ticket_failed":
+            return f"the ticket was NOT SAVED: {reason}"
         case "banned":
             return f"peer {peer} is banned: {reason}"
-        case "stopped" if reason in DELIBERATE:  # else the error follows, and says the same
-            return f"stopped: {reason}"
+        case "stopped" if reason == "cancelled":  # by a signal
+            return "stopped, as asked; the peers that were connected have been told"
+        case "stopped" if reason == "finished":  # else the error follows, and says the same
+            return "stopped: finished"
     return None
 
 
@@ -153,15 +158,6 @@ def member_row(member: MemberStatus) -> tuple[str, str, str, str, str]:
     rtt = "-" if member.rtt is None else f"{member.rtt * 1000:.1f} ms"
     revision = "-" if member.revision is None else str(member.revision)
     return member.peer[:_SHORT], member.address or "-", member.path, rtt, revision
-
-
-def duration(seconds: float) -> str:
-    """A length of time for people: 2 h 05 min."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def size(count: float) -> str:

@@ -14,7 +14,7 @@ import trio
 from dht import DHT
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
-from peer.console import MEET
+from peer.console import MEET, size
 from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
@@ -22,22 +22,40 @@ from peer.failure import first_cause
 from peer.finding import find_manifest
 from peer.home import Home, HomeError, write_atomically
 from peer.keys import RunKeys
-from peer.manifest import Manifest
+from peer.manifest import Manifest, kept_manifest
 from peer.membership import Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, is_inside, outward_host, read_book, tell_paths, write_book
+from peer.reach import (
+    UNSPECIFIED,
+    Reach,
+    book_entries,
+    is_inside,
+    outward_host,
+    read_book,
+    start_listening,
+    tell_paths,
+    write_book,
+)
 from peer.rotation import open_keyring
 from peer.settings import Settings
 from peer.state import Tip
 from peer.status import member_status
 from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
-from peer.trainer import Trainer
+from peer.trainer import Trainer, default_threads
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import DataError, HandshakeError, PeerUnreachable, RequestRefused, ShoalError, WrongPeer
+from protocol.errors import (
+    DataError,
+    HandshakeError,
+    PeerUnreachable,
+    RequestRefused,
+    SettingsError,
+    ShoalError,
+    WrongPeer,
+)
 from protocol.identity import PeerId
 from protocol.keyring import Keyring
 from protocol.rounds import RoundEvent, Rounds
@@ -54,10 +72,6 @@ or the next state and the tensors that a checkpoint is written from (up to 36)."
 
 MEMBERS_PERIOD = 1.0
 """Seconds between two looks at the members for the status."""
-
-
-class WrongHome(HomeError):
-    """The home belongs to another run."""
 
 
 class ComputeFailed(ShoalError):
@@ -81,7 +95,8 @@ class DaemonConfig:
     """Called with each ticket that replaces the first one, as addresses change."""
     relay: bool = True
     device: str = "cpu"
-    threads: int = 1
+    threads: int | None = None
+    """Of the processor; None: as many as suit the run's model."""
     max_upload: int | None = None
     max_download: int | None = None
     max_memory: int | None = None
@@ -113,12 +128,11 @@ async def run_daemon(
     Raises:
         PeerUnreachable: Joining, and nobody answers.
         IdentityInUse: Another daemon with the identity of this home takes part, and nobody takes us for that peer.
-        HandshakeError, RequestRefused: Joining, and the swarm does not let us in.
+        HandshakeError, RequestRefused: The swarm does not let us in, or we are no member any more.
         DataError, SettingsError: The data are not what the run is about, or settings cannot be used.
         ComputeFailed: Memory ran out, or a device failed.
         ShoalError: Home or address cannot be used.
     """
-    torch.set_num_threads(config.threads)
     network: Transport = TcpTransport() if transport is None else transport
     daemon = _Daemon(config, network, compute, rng or random.Random())
     reason = "cancelled"
@@ -149,6 +163,7 @@ class _Daemon:
         self._keyring = _keyring(config)
         self._rejected_by: set[PeerId] = set()
         self._membership: Membership | None = None
+        self._keys: RunKeys | None = None
         self.endpoint = Endpoint(
             self._identity,
             transport,
@@ -166,7 +181,7 @@ class _Daemon:
         config = self._config
         corpus = await self._compute(Corpus.open, config.data)
         await nursery.start(tell_paths, self.endpoint, self._events, self._reach, self._rng)
-        await nursery.start(self.endpoint.run, config.listen)
+        await start_listening(nursery, self.endpoint, self._home, config.listen)
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
@@ -179,6 +194,7 @@ class _Daemon:
                 code="not_allowed",
                 hint="whoever founds a run can list you under membership.allow",
             )
+        torch.set_num_threads(config.threads or default_threads(settings.model))  # before a worker thread computes
         trainer = await self._compute(self._make_trainer, settings, corpus)
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
@@ -194,6 +210,7 @@ class _Daemon:
             plausible=partial(_plausible, settings),
             seen=self._seen,
             rejected=self._rejected,
+            final=keys.expels if keys else lambda peer, error: False,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
         courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
@@ -205,6 +222,7 @@ class _Daemon:
             report=self._report,
             max_weight=settings.limits.weight,
             courtesy=courtesy,
+            codec=settings.round.codec,
         )
         donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows, courtesy=courtesy)
         await nursery.start(membership.run)
@@ -216,6 +234,8 @@ class _Daemon:
             nursery.start_soon(keys.run, partial(self._present, membership))
             if manifest.founder == self._identity.public_key:
                 nursery.start_soon(keys.follow_orders)
+            else:
+                nursery.start_soon(self._end_if_expelled, membership)
         self._events.emit(
             "started",
             address=str(self._reach.addresses[0]),
@@ -269,25 +289,10 @@ class _Daemon:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""
         assert self._config.ticket is not None
         run = self._config.ticket.run_id
-        own = self._home_manifest()
-        if own is not None:
-            if own.run_id != run:
-                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
-            return own
-        return (await find_manifest(self.endpoint, self._dht, run))[0]
-
-    def _home_manifest(self) -> Manifest | None:
-        path = self._home.manifest
-        try:
-            return Manifest.parse(path.read_text("utf-8")) if path.exists() else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise HomeError(f"{path} cannot be read: {error}", hint="use another --home") from error
+        return kept_manifest(self._home, run) or (await find_manifest(self.endpoint, self._dht, run))[0]
 
     def _keep_manifest(self, manifest: Manifest) -> None:
-        own = self._home_manifest()
-        if own is not None:
-            if own.run_id != manifest.run_id:
-                raise WrongHome(f"{self._home.path} takes part in another run", hint="use another --home")
+        if kept_manifest(self._home, manifest.run_id) is not None:
             return
         try:
             write_atomically(self._home.manifest, manifest.dump().encode())
@@ -298,8 +303,8 @@ class _Daemon:
         trainer = Trainer(settings, corpus, self.endpoint.peer_id, device=self._config.device)
         needed, limit = trainer.flat.length * MEMORY_PER_PARAMETER, self._config.max_memory
         if limit is not None and needed > limit:
-            raise ShoalError(
-                f"this run's model needs about {needed >> 20} MiB, and --max-memory allows {limit >> 20} MiB",
+            raise SettingsError(
+                f"this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
                 hint="allow more, or join a run with a smaller model",
             )
         return trainer
@@ -313,17 +318,23 @@ class _Daemon:
         self._events.emit(event.event, **fields)
 
     def _ticket(self, manifest: Manifest) -> Ticket:
-        """A ticket that names us first, then the peers that were given to us, and then others that we know."""
-        known = self._dht.contacts()
-        freshest = {peer for peer, _ in known}
-        given = [*self._config.bootstrap]
-        if self._config.ticket is not None:
-            given += [contact for contact in self._config.ticket.bootstrap if contact[0] in freshest]
-        named = {peer for peer, _ in given} | {self.endpoint.peer_id}
-        others = {peer: address for peer, address in reversed(known) if peer not in named}
+        """A ticket that names us first, then the peers that our user named, and then others, where they are now.
+
+        Those are members first, and among them, as among the rest, those of the ticket that we have joined with.
+        """
+        known = dict(reversed(self._dht.contacts()))
+        members = [member.peer for member in self._membership.others] if self._membership else []
+        known |= {peer: places[0] for peer in members if (places := self.endpoint.addresses(peer))}
+        joined = [peer for peer, _ in self._config.ticket.bootstrap] if self._config.ticket else []
+        names = dict.fromkeys(peer for peer in [*joined, *members, *reversed(known)] if peer in known)
+        others = [(peer, known[peer]) for peer in sorted(names, key=lambda peer: peer not in members)]
         own = [(self.endpoint.peer_id, address) for address in self._reach.addresses]
-        bootstrap = tuple(dict.fromkeys([*own, *given, *others.items()]))
-        ticket = Ticket(manifest.run_id, bootstrap[:MAX_BOOTSTRAP])
+        given = [*self._config.bootstrap]
+        hidden = {self.endpoint.peer_id, *(peer for peer, _ in given)}
+        bootstrap = dict.fromkeys([*own, *given, *(contact for contact in others if contact[0] not in hidden)])
+        excluded = self._keys.excluded if self._keys else ()
+        named = [contact for contact in bootstrap if contact[0] not in excluded]
+        ticket = Ticket(manifest.run_id, tuple(named[:MAX_BOOTSTRAP]))
         if self._keyring is None:
             return ticket
         return attrs.evolve(ticket, swarm_key=self._keyring.newest, key_number=self._keyring.number)
@@ -336,7 +347,7 @@ class _Daemon:
         async def founder(peer: PeerId) -> bytes:
             return manifest.founder
 
-        keys = RunKeys(
+        keys = self._keys = RunKeys(
             self.endpoint,
             self._keyring,
             self._home,
@@ -355,7 +366,12 @@ class _Daemon:
         await membership.settled()
         return [*(member.peer for member in membership.others), *(peer for peer, _ in self._config.bootstrap)]
 
+    async def _end_if_expelled(self, membership: Membership) -> None:
+        raise await membership.expelled()
+
     def _seen(self, peer: PeerId) -> None:
+        if self._keys is not None:
+            self._keys.seen(peer)
         self._rejected_by.discard(peer)
         self._events.emit("peer_seen", peer=peer)
 

@@ -53,6 +53,10 @@ class EventLog:
         if path is not None:
             self._descriptor, self._torn = _open(Path(path))
 
+    def now(self) -> float:
+        """Unix seconds, as they stand in events."""
+        return self._clock()
+
     def subscribe(self, subscriber: Callable[[Event], None]) -> None:
         """Calls `subscriber` with every event from now on, in the thread that emits it. It must be quick."""
         self._subscribers.append(subscriber)

@@ -23,7 +23,16 @@ from peer.home import Home
 from peer.keys import RunKeys
 from peer.manifest import Manifest, ManifestError
 from peer.probe import Prober
-from peer.reach import UNSPECIFIED, Reach, book_entries, outward_host, read_book, tell_paths, write_book
+from peer.reach import (
+    UNSPECIFIED,
+    Reach,
+    book_entries,
+    outward_host,
+    read_book,
+    start_listening,
+    tell_paths,
+    write_book,
+)
 from peer.rotation import open_keyring
 from peer.status import member_status
 from peer.ticket import Ticket
@@ -136,7 +145,7 @@ class _Helper:
     async def run(self, nursery: trio.Nursery, task_status: trio.TaskStatus[str]) -> None:
         config = self._config
         await nursery.start(tell_paths, self._endpoint, self._events, self._reach, self._rng)
-        await nursery.start(self._endpoint.run, config.listen)
+        await start_listening(nursery, self._endpoint, config.home, config.listen)
         await nursery.start(self._dht.run)
         nursery.start_soon(self._watch)
         nursery.start_soon(self._bootstrap)

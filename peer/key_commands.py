@@ -37,17 +37,18 @@ def rotate_key(
 ) -> None:
     """Give a private run another swarm key, and print a ticket with it. In the founder's home only.
 
-    The members that are here get the key by themselves; everybody else needs a fresh ticket. If no daemon runs, it is
-    done when the founder is started next.
+    The members that are here get the key by themselves; everybody else needs a fresh ticket. Who was excluded before is
+    admitted again, unless you exclude somebody. If no daemon runs, it is done when the founder is started next.
     """
     from peer.home import Home
-    from peer.rotation import order_rotation
+    from peer.rotation import order_rotation, read_stored
 
     home = Home(options.path, create=False)
     manifest = _own_manifest(home)
     names = set(excluded or ())
     if home.identity.peer_id in names:
         raise typer.BadParameter("the founder cannot be excluded")
+    before = read_stored(home, manifest.run_id)
     rotation = order_rotation(home, manifest.run_id, names)
     ticket = _fresh_ticket(home, rotation)
     if as_json:
@@ -55,6 +56,10 @@ def rotate_key(
         return
     when = "from now on" if home.is_locked() else "when this peer is started next"
     print(f"the run goes by swarm key {rotation.number} {when}; earlier tickets are of no use then", file=sys.stderr)
+    for peer in sorted(set(rotation.excluded) - names):
+        print(f"excluded: {peer}, by an earlier rotation that is not over yet", file=sys.stderr)
+    for peer in sorted(set(before.rotation.excluded if before else ()) - set(rotation.excluded)):
+        print(f"admitted again: {peer}, with the new ticket; else exclude it once more", file=sys.stderr)
     if ticket is not None:
         print(ticket)
 
@@ -87,7 +92,9 @@ def _fresh_ticket(home: Home, rotation: KeyRotation) -> str | None:
         ticket = Ticket.parse(home.ticket.read_text("ascii"), now=0.0)
     except (OSError, UnicodeDecodeError):
         return None
-    text = attrs.evolve(ticket, swarm_key=rotation.key, key_number=rotation.number, expires=None).encode()
+    bootstrap = tuple(contact for contact in ticket.bootstrap if contact[0] not in rotation.excluded)
+    ticket = attrs.evolve(ticket, bootstrap=bootstrap or ticket.bootstrap, expires=None)
+    text = attrs.evolve(ticket, swarm_key=rotation.key, key_number=rotation.number).encode()
     try:
         write_atomically(home.ticket, f"{text}\n".encode())
     except OSError as error:

@@ -20,12 +20,14 @@ import attrs
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
+from peer.home import HomeError
 from peer.settings import Settings
 from peer.text import from_base32, printable, to_base32
 from protocol.errors import ShoalError
 from protocol.identity import PeerId, verify
 
 if TYPE_CHECKING:
+    from peer.home import Home
     from protocol.identity import Identity
 
 MAX_MANIFEST: Final = 64 * 1024  # bytes of UTF-8
@@ -59,7 +61,7 @@ NOTES: Final[Mapping[str, str]] = {
     "algorithm.outer_lr": "step size of the outer Nesterov optimizer",
     "algorithm.outer_momentum": "its momentum; use about 0.5 for runs of a few dozen rounds",
     "round.grace": "seconds that the first ready peer waits for the others",
-    "round.codec": "how updates are encoded on the wire",
+    "round.codec": "how updates are encoded on the wire: fp32, bf16, int8, int4 or e3m0",
     "round.aggregation": "how contributions become one",
     "membership.policy": '"open", "private" (needs the ticket\'s swarm key) or "allow" (only the peers listed)',
     "membership.allow": "peer ids, for the policy allow",
@@ -151,6 +153,33 @@ class Manifest:
     def founder_id(self) -> PeerId:
         """The founder as a peer."""
         return PeerId.of(self.founder)
+
+
+def kept_manifest(home: Home, run: bytes | None = None) -> Manifest | None:
+    """The manifest of the run that a home belongs to, or None if it has not been in one.
+
+    Args:
+        home: The home.
+        run: The id of the run that the home is to be used for; None: its own.
+
+    Raises:
+        HomeError: It belongs to another run, or its manifest is damaged or cannot be read.
+    """
+    try:
+        with home.manifest.open("rb") as file:
+            kept = Manifest.parse(file.read(MAX_MANIFEST + 1).decode("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HomeError(f"{home.manifest} cannot be read: {error}", hint="use another --home") from error
+    except ManifestError as error:
+        raise HomeError(
+            f"{home.manifest} is damaged: {error}",
+            hint="if you have joined the run, delete this file, and it is fetched anew; if you founded it, restore it",
+        ) from error
+    if run not in (None, kept.run_id):
+        raise HomeError(f"{home.path} takes part in another run", hint="use another --home")
+    return kept
 
 
 def parse_settings(text: str) -> Settings:

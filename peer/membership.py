@@ -67,6 +67,9 @@ MAX_FORMER = 64
 MAX_REMEMBERED = 4096
 """Peers whose empty claims, or unreachability, are remembered."""
 
+HOPELESS = 30.0
+"""Seconds for which all that answer must have refused us before we believe that we are no member any more."""
+
 SEARCH_PERIOD = 10.0
 """Seconds between looks into the DHT for members that nobody has told us of."""
 
@@ -152,6 +155,7 @@ class Membership:
         seen: Called with a member's id when it first says hello on a connection.
         lost: Called with a member's id and a reason when its connection ends.
         rejected: Called with a peer's id and an error when it does not take us for a member, or has another swarm key.
+        final: Whether such an error means that we are no member any more, if nobody else takes us for one.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class Membership:
         seen: Callable[[PeerId], None] = lambda peer: None,
         lost: Callable[[PeerId, str], None] = lambda peer, reason: None,
         rejected: Callable[[PeerId, ShoalError], None] = lambda peer, error: None,
+        final: Callable[[PeerId, ShoalError], bool] = lambda peer, error: False,
     ) -> None:
         self._endpoint = endpoint
         self._dht = dht
@@ -180,6 +185,7 @@ class Membership:
         self._seen = seen
         self._lost = lost
         self._rejected = rejected
+        self._final = final
         self._tip: Tip | None = None
         self._active = False
         self._number = 0
@@ -191,6 +197,7 @@ class Membership:
         self._former: dict[PeerId, bool] = {}  # members that were lost
         self._broke: dict[PeerId, float] = {}  # when the connection to a member broke last
         self._doubts: dict[PeerId, _Doubt] = {}
+        self._expelled_by: dict[PeerId, ShoalError] = {}  # what those said last for whom we are no member any more
         self.refusal: RequestRefused | None = None
         """Why the last peer of this run that did not take us for a member refused."""
         self._nursery: trio.Nursery | None = None
@@ -319,6 +326,23 @@ class Membership:
             with trio.move_on_at(deadline):
                 await self._changed.wait()
 
+    async def expelled(self) -> ShoalError:
+        """Returns, when we are no member any more, why: some have said so, and for a while nobody took us for one.
+
+        Those who are out of reach have no say. Others may say hello to us without taking us, as they lack a key.
+        """
+        while True:
+            while not self._is_expelled():
+                await self._changed.wait()
+            with trio.move_on_after(HOPELESS):
+                while self._is_expelled():
+                    await self._changed.wait()
+            if self._is_expelled():
+                return next(reversed(self._expelled_by.values()))
+
+    def _is_expelled(self) -> bool:
+        return bool(self._expelled_by) and self._members.keys() <= self._expelled_by.keys()
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Greets members as they connect, looks for others, and publishes our record, until cancelled."""
         async with trio.open_nursery() as nursery:
@@ -390,6 +414,7 @@ class Membership:
             self._welcomed(peer, told, await self._endpoint.request(peer, self._hello(), Welcome))
         except RequestRefused as refusal:
             self._forget(peer, str(refusal))
+            self._note_rejection(peer, refusal)
         except ShoalError:
             return  # a broken connection is reported by the endpoint, and a slow member hears the next announcement
 
@@ -403,13 +428,12 @@ class Membership:
                     told = self._number
                     welcome = await self._endpoint.request(peer, self._hello(), Welcome)
                 except (RequestRefused, ProtocolError) as error:
-                    if isinstance(error, RequestRefused) and error.code in (NOT_ALLOWED, FULL):
-                        self.refusal = error
-                        self._rejected(peer, error)
+                    if isinstance(error, RequestRefused):
+                        self._note_rejection(peer, error)
                     break
                 except ShoalError as error:
                     if isinstance(error, WrongSwarmKey):
-                        self._rejected(peer, error)
+                        self._note_rejection(peer, error)
                     self._awaited.pop(peer, None)
                     self._notify()
                     continue
@@ -422,7 +446,21 @@ class Membership:
             self._awaited.pop(peer, None)
             self._notify()
 
+    def _note_rejection(self, peer: PeerId, error: RequestRefused | WrongSwarmKey) -> None:
+        if isinstance(error, RequestRefused):
+            if error.code not in (NOT_ALLOWED, FULL):
+                return
+            self.refusal = error
+        self._rejected(peer, error)
+        self._expelled_by.pop(peer, None)
+        if self._final(peer, error):
+            self._expelled_by[peer] = error
+            _shorten(self._expelled_by)
+        self._notify()
+
     def _welcomed(self, peer: PeerId, told: int, welcome: Welcome) -> None:
+        if self._expelled_by.pop(peer, None) is not None:
+            self._notify()
         if self._refuses(peer) is not None or not self._note(peer, welcome.status):
             return
         if self._nursery is not None and told < self._number:

@@ -229,8 +229,8 @@ class Node:
             await self.membership.changes()
         scope.cancel()
 
-    async def _commit(self, state: CommittedState, reduced: Reduced) -> CommittedState:
-        """Takes the outer step that a round's result asks for."""
+    async def _commit(self, state: CommittedState, reduced: Reduced, *, fetched: bool = False) -> CommittedState:
+        """Takes the outer step that a round's result asks for. `fetched`: others have made the result."""
         outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean)
         committed = await self.compute(_committed, state, outer, reduced)
         await self._stand_at(committed, active=True)
@@ -245,6 +245,7 @@ class Node:
             bytes_sent=reduced.bytes_sent,
             bytes_received=reduced.bytes_received,
             weight=reduced.weight,
+            fetched=fetched,
         )
         return committed
 
@@ -256,7 +257,7 @@ class Node:
         except ShoalError:
             reduced = None
         if reduced is not None and reduced.plan.base == state.header.digest:
-            return await self._commit(state, reduced)
+            return await self._commit(state, reduced, fetched=True)
         self.rounds.adopted(state.header.revision, state.header.digest)  # what was fetched leads from another state
         await self.membership.settled()
         better = await self._fetch_better(state, branched=holder)

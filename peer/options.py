@@ -86,7 +86,12 @@ class PeerOptions(HomeOptions):
     """How a peer meets others."""
 
     listen: Annotated[
-        Address, typer.Option(parser=parse_address, metavar="HOST:PORT", help="Where others connect; port 0 picks one.")
+        Address,
+        typer.Option(
+            parser=parse_address,
+            metavar="HOST:PORT",
+            help="Where others connect; port 0: as last time if it is free, else any.",
+        ),
     ] = ANY_PORT
     announce: Annotated[
         Address | None,
@@ -130,7 +135,8 @@ class NodeOptions(PeerOptions):
     ] = None
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:1, …")] = "auto"
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Processor threads for training. Default: all.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Processor threads for training. Default: 1 for a small model, else all."),
     ] = None
     linger: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Stay so long after the last round, for newcomers.")

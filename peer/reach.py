@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import Callable, Iterable
 
+import attrs
 import trio
 
 from peer.contact import Contact
@@ -16,7 +17,7 @@ from peer.events import EventLog
 from peer.home import Home, write_atomically
 from protocol import natpmp
 from protocol.endpoint import Endpoint, PeerLost
-from protocol.errors import ShoalError
+from protocol.errors import AddressError, ShoalError
 from protocol.identity import PeerId
 from protocol.portmap import Mapping, keep_mapped
 from protocol.reachability import Reachability, Verdict
@@ -88,6 +89,35 @@ class Reach:
         await keep_mapped(bound.port, on_change=take)
 
 
+async def start_listening(nursery: trio.Nursery, endpoint: Endpoint, home: Home, listen: Address) -> None:
+    """Starts an endpoint in a nursery. If it may choose the port, it takes the one that its home had last, if it can.
+
+    The tickets that name it stay good then.
+
+    Raises:
+        AddressError: It cannot listen there.
+    """
+    last = 0 if listen.port else _last_port(home)
+    try:
+        await nursery.start(endpoint.run, attrs.evolve(listen, port=listen.port or last))
+    except AddressError:
+        if not last:
+            raise
+        await nursery.start(endpoint.run, listen)
+    if endpoint.address is not None and endpoint.address.port != last:
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+            write_atomically(home.port, f"{endpoint.address.port}\n".encode())
+
+
+def _last_port(home: Home) -> int:
+    """The port that a peer of this home had last; 0 if that is not known."""
+    try:
+        port = int(home.port.read_text("ascii"))
+    except (OSError, ValueError):
+        return 0
+    return port if 0 < port < 65536 else 0
+
+
 async def tell_paths(
     endpoint: Endpoint,
     events: EventLog,
@@ -142,7 +172,7 @@ def isolation(verdict: Verdict, address: Address, *, relays: bool) -> str | None
     if verdict == "private":
         return "others cannot connect to this peer, and no peer in reach relays for it"
     if is_inside(address.host):
-        return f"{address} means this peer on its own network only, and no peer in reach relays for it"
+        return f"machines on its own network reach this peer at {address}; for others, no peer in reach relays"
     return None
 
 

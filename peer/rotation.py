@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Final, Self
 
@@ -68,11 +68,13 @@ class Stored:
         rotation: What the founder signed.
         older: The key before it, as long as that is still good.
         recipients: Who was here when it came, and may be given the new key; None if that is not settled yet.
+        until: When the key before it stops being good at the latest, in Unix seconds; None if that is not known.
     """
 
     rotation: KeyRotation
     older: bytes | None = attrs.field(default=None, repr=False)
     recipients: frozenset[PeerId] | None = None
+    until: float | None = None
 
 
 @attrs.frozen
@@ -82,6 +84,7 @@ class _File:
     rotation: bytes
     older: bytes | None
     recipients: tuple[bytes, ...] | None
+    until: float | None = None
 
 
 def open_keyring(home: Home, run: bytes, key: bytes, number: int) -> Keyring:
@@ -119,7 +122,7 @@ def read_stored(home: Home, run: bytes) -> Stored | None:
         recipients = None if file.recipients is None else frozenset(map(PeerId, file.recipients))
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ProtocolError) as error:
         raise _damaged(home.rotated) from error
-    return Stored(rotation, file.older, recipients) if rotation.run == run else None
+    return Stored(rotation, file.older, recipients, file.until) if rotation.run == run else None
 
 
 def write_stored(home: Home, stored: Stored) -> None:
@@ -129,7 +132,7 @@ def write_stored(home: Home, stored: Stored) -> None:
         OSError: It cannot be written.
     """
     recipients = None if stored.recipients is None else tuple(bytes(peer) for peer in sorted(stored.recipients))
-    file = _File(wire.encode(stored.rotation), stored.older, recipients)
+    file = _File(wire.encode(stored.rotation), stored.older, recipients, stored.until)
     write_atomically(home.rotated, msgspec.json.encode(file))
 
 
@@ -149,10 +152,11 @@ def read_order(home: Home, run: bytes) -> KeyRotation | None:
     return rotation if rotation.run == run else None
 
 
-def order_rotation(home: Home, run: bytes, excluded: Iterable[PeerId] = ()) -> KeyRotation:
+def order_rotation(home: Home, run: bytes, excluded: Collection[PeerId] = ()) -> KeyRotation:
     """Orders the founder's daemon to rotate the key, now or when it is started next.
 
-    Who was excluded by a rotation that is still under way stays excluded.
+    A rotation that excludes nobody admits again who was excluded; one that excludes others adds to a rotation that is
+    still under way. Who is excluded by an order that nobody has carried out stays excluded: they are still members.
 
     Args:
         home: The founder's.
@@ -165,10 +169,10 @@ def order_rotation(home: Home, run: bytes, excluded: Iterable[PeerId] = ()) -> K
     """
     stored, ordered = read_stored(home, run), read_order(home, run)
     number = max(stored.rotation.number if stored else 0, ordered.number if ordered else 0)
-    names = set(excluded)
+    names, more = set(excluded), bool(excluded)
     if ordered is not None and (stored is None or stored.rotation.number < ordered.number):
         names |= set(ordered.excluded)
-    if stored is not None and stored.older is not None:
+    if more and stored is not None and stored.older is not None:
         names |= set(stored.rotation.excluded)
     if len(names) > MAX_EXCLUDED:
         raise SettingsError(f"at most {MAX_EXCLUDED} peers can be excluded at a time, and these are {len(names)}")

@@ -10,6 +10,8 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, gt, in_, le, lt, max_len, min_len
 
+from protocol.codecs import NAMES, CodecName
+
 
 @attrs.frozen(kw_only=True)
 class RunSettings:
@@ -73,7 +75,7 @@ class RoundSettings:
     """`[round]`: how outer rounds are closed. `grace`: seconds the first ready peer waits for the rest."""
 
     grace: float = attrs.field(default=10.0, validator=[gt(0), le(86400)])
-    codec: Literal["fp32"] = attrs.field(default="fp32", validator=in_(["fp32"]))
+    codec: CodecName = attrs.field(default="fp32", validator=in_(NAMES))
     aggregation: Literal["mean"] = attrs.field(default="mean", validator=in_(["mean"]))
 
 

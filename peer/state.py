@@ -18,7 +18,7 @@ import torch
 
 from optim import OuterState
 from protocol import merkle
-from protocol.ring import vector_bytes
+from protocol.vectors import vector_bytes
 
 DIGEST_DOMAIN = b"shoal-state-v1"
 

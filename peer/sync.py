@@ -24,8 +24,8 @@ from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, RequestRefused, ShoalError
 from protocol.identity import PeerId
-from protocol.ring import all_finite
 from protocol.stream import Stream
+from protocol.vectors import all_finite
 from protocol.wire import message
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

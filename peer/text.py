@@ -30,3 +30,12 @@ def printable(text: str, limit: int = 200) -> str:
     """`text` from a stranger as one line: no control characters, escape sequences or direction marks, and not long."""
     clean = "".join(character if character.isprintable() else "?" for character in text[:limit])
     return clean + "…" if len(text) > limit else clean
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 2 h 05 min."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -17,7 +17,7 @@ from typing import Any, Final
 import attrs
 import msgpack  # type: ignore[import-untyped]
 
-from peer.text import from_base32, printable, to_base32
+from peer.text import duration, from_base32, printable, to_base32
 from protocol.errors import AddressError, ShoalError
 from protocol.identity import PeerId
 from protocol.transport import Address
@@ -27,8 +27,9 @@ VERSION: Final = 1
 MAX_TICKET: Final = 4096  # characters; fits eight bootstrap peers with the longest host names
 MAX_BOOTSTRAP: Final = 8
 SWARM_KEY_SIZE: Final = 32
-# Nothing of ours depends on clocks that agree to better than this many seconds.
-CLOCK_TOLERANCE: Final = 600.0
+CLOCK_TOLERANCE: Final = 60.0
+"""Seconds for which a ticket is good after it has expired: clocks do not quite agree."""
+
 _CHECKSUM_SIZE: Final = 4
 _ALPHABET: Final = frozenset("abcdefghijklmnopqrstuvwxyz234567")
 
@@ -76,7 +77,7 @@ class Ticket:
         bootstrap: 1 to 8 peers to ask first, with an address each.
         swarm_key: The 32-byte key of a private run, or None.
         key_number: How many keys the run has had before it.
-        expires: Unix seconds after which it is refused, or None.
+        expires: Unix seconds; it is refused when `CLOCK_TOLERANCE` more have passed. None: never.
     """
 
     run_id: bytes = attrs.field(validator=_sized(32))
@@ -99,6 +100,10 @@ class Ticket:
             fields["e"] = self.expires
         data = bytes([VERSION]) + msgpack.packb(fields, use_bin_type=True)
         return PREFIX + to_base32(_checksum(data) + data)
+
+    def is_over(self, now: float) -> bool:
+        """Whether it is refused at this time (Unix seconds)."""
+        return self.expires is not None and now > self.expires + CLOCK_TOLERANCE
 
     @classmethod
     def parse(cls, text: str, now: float) -> Ticket:
@@ -125,9 +130,9 @@ class Ticket:
                 hint="install the version of Shoal that the run uses",
             )
         ticket = _from_body(data[1:])
-        if ticket.expires is not None and now > ticket.expires + CLOCK_TOLERANCE:
+        if ticket.expires is not None and ticket.is_over(now):
             raise TicketExpired(
-                f"the ticket has expired {(now - ticket.expires) / 3600:.1f} h ago, by this machine's clock",
+                f"the ticket has expired {duration(now - ticket.expires)} ago, by this machine's clock",
                 hint="ask somebody in the run for a new one (`shoal ticket`), if the clock is right",
             )
         return ticket

@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from peer.console import duration, member_row, summary
+from peer.console import member_row, summary
 from peer.status import Status
-from peer.text import printable
+from peer.text import duration, printable
 
 PERIOD: Final = 1.0  # seconds between two looks
 _END: Final = ("q", "Q", "\x03", "")  # "": the terminal is gone

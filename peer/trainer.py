@@ -14,6 +14,7 @@ start at zero where a peer joins.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
@@ -27,7 +28,7 @@ from optim.slots import Work
 from optim.state import OuterState
 from peer.data import Corpus, Dataset
 from peer.model import Transformer
-from peer.settings import InnerSettings, Settings
+from peer.settings import InnerSettings, ModelSettings, Settings
 from protocol.errors import SettingsError
 from protocol.identity import PeerId
 
@@ -38,6 +39,9 @@ FINAL_LR = 0.1
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors, by PyTorch's names."""
+
+SMALL_MODEL = 2_000_000
+"""Parameters. Up to here a step is short: more threads mostly wait for each other, above all on a busy machine."""
 
 
 @attrs.frozen
@@ -220,6 +224,12 @@ class Trainer:
         tokens = windows.shape[0] * (windows.shape[1] - 1)
         self._tokens += tokens
         on_step(StepInfo(done + 1, value, tokens, lr))
+
+
+def default_threads(model: ModelSettings) -> int:
+    """How many processor threads to train a model with, if nobody says: OMP_NUM_THREADS, one, or PyTorch's choice."""
+    blocks = 12 * model.layers * model.width**2  # nearly all of the parameters
+    return 1 if blocks <= SMALL_MODEL and not os.environ.get("OMP_NUM_THREADS") else torch.get_num_threads()
 
 
 def sample_text(

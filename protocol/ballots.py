@@ -20,6 +20,7 @@ from collections.abc import Collection
 
 import attrs
 
+from protocol.codecs import CodecName
 from protocol.identity import PeerId
 from protocol.plan import MAX_BLOCK, MAX_WEIGHT, NO_BALLOT, Ballot, Operation, Plan
 from protocol.salvage import Holding, missing
@@ -43,6 +44,7 @@ class Offer:
     base: bytes
     weight: float
     length: int
+    codec: CodecName = "fp32"
     operation: Operation = "reduce"
     max_weight: float = MAX_WEIGHT
     """The most that anybody's values may count."""
@@ -121,6 +123,8 @@ class Acceptor:
             return "a higher ballot has been accepted"
         if plan.base != offer.base:
             return "the plan builds on another state"
+        if plan.codec != offer.codec:
+            return "the plan is for another codec"
         if (misfit := offer.misfit(plan)) is not None:
             return misfit
         if self._peer not in plan.members:

@@ -18,7 +18,6 @@ from attrs.validators import ge, gt, le, optional
 from protocol.budget import Account
 from protocol.channel import SecureChannel
 from protocol.errors import (
-    IdentityInUse,
     PeerGone,
     ProtocolError,
     ShoalError,
@@ -135,7 +134,9 @@ class Connection:
         self.initiator = initiator
         self.path = path
         self.failure: ShoalError | None = None
-        """Why the connection ended: `PeerGone` (or `IdentityInUse`), or `ProtocolError` if the peer broke the rules."""
+        """Why the connection ended: `PeerGone`, or `ProtocolError` if the peer broke the rules."""
+        self.evidence = b""
+        """What the peer ended it with to show that our identity is in use. Nobody has verified it; see `rivals`."""
         self._limits = limits
         self._serve = serve
         self._ended = ended
@@ -228,10 +229,9 @@ class Connection:
         return stream
 
     def check(self) -> None:
-        """Raises `PeerGone`, or `IdentityInUse`, if the connection is over."""
+        """Raises `PeerGone` if the connection is over."""
         if self.failure is not None:
-            kind = IdentityInUse if isinstance(self.failure, IdentityInUse) else PeerGone
-            raise kind(str(self.failure))
+            raise PeerGone(str(self.failure))
 
     def close(self, reason: str, *, evidence: bytes = b"") -> None:
         """Ends the connection, telling the peer why; with evidence if the reason is that its identity is in use."""
@@ -350,10 +350,10 @@ class Connection:
                 self.lanes.on_acknowledged(event)
             case LanesWanted(count):
                 self.lanes.on_wanted(count)
-            case Goodbye(reason, evidence) if evidence:
-                raise IdentityInUse(f"{self.peer.short} says that {reason}", evidence=evidence)
-            case Goodbye(reason):
-                raise PeerGone(f"{self.peer.short} closed the connection: {reason}")
+            case Goodbye(reason, evidence):
+                self.evidence = evidence
+                said = "says that" if evidence else "closed the connection:"
+                raise PeerGone(f"{self.peer.short} {said} {reason}")
             case Retired():
                 pass
 

@@ -23,8 +23,19 @@ from typing import Literal, TypeAlias, TypeVar
 import attrs
 from attrs.validators import ge, gt
 
+from protocol.codecs import CodecName, block_of
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, MAX_WEIGHT, NO_DIGEST, Ballot, Operation, Plan, coordinators, load
+from protocol.plan import (
+    MAX_ATTEMPT,
+    MAX_WEIGHT,
+    NO_BALLOT,
+    NO_DIGEST,
+    Ballot,
+    Operation,
+    Plan,
+    coordinators,
+    load,
+)
 from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
 from protocol.salvage import Holding, salvage
 from protocol.transport import Address
@@ -135,10 +146,18 @@ class Coordinator:
     """See the module's docstring. Times are the caller's, in seconds, and only compared with each other."""
 
     def __init__(
-        self, *, run: bytes, tag: str, revision: int, peer: PeerId, times: RoundTimes, max_weight: float = MAX_WEIGHT
+        self,
+        *,
+        run: bytes,
+        tag: str,
+        revision: int,
+        peer: PeerId,
+        times: RoundTimes,
+        max_weight: float = MAX_WEIGHT,
+        codec: CodecName = "fp32",
     ) -> None:
         self._run, self._tag, self._revision, self._peer, self._times = run, tag, revision, peer, times
-        self._max_weight = max_weight
+        self._max_weight, self._codec = max_weight, codec
         self._actions: list[Action] = []
         self._candidates: dict[PeerId, Candidate] = {}
         self._heard = 0
@@ -185,7 +204,9 @@ class Coordinator:
         return self.closes is not None and self.plan is None and self.holder is None
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
-        """A peer is ready, and has accepted no higher ballot than `heard`."""
+        """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""
+        if heard == NO_BALLOT:
+            candidate = attrs.evolve(candidate, holdings=())
         self._candidates[peer] = candidate
         self._hear(heard)
 
@@ -334,7 +355,7 @@ class Coordinator:
         members = coordinators(self._run, self._revision, fit, tag=self._tag)
         operation, length = _total(fit)
         holdings = {peer: fit[peer].holdings for peer in members if operation == "reduce"}
-        sources, salvaged = salvage(members, holdings, length, self._max_weight)
+        sources, salvaged = salvage(members, holdings, length, self._max_weight, block_of(self._codec))
         self._heard += 1
         plan = Plan(
             run=self._run,
@@ -347,6 +368,7 @@ class Coordinator:
             members=tuple(members),
             weights=tuple(fit[peer].weight for peer in members),
             length=length,
+            codec=self._codec,
             sources=sources,
             salvaged=salvaged,
             operation=operation,

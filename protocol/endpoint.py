@@ -266,6 +266,7 @@ class Endpoint:
             RequestRefused: If the other side declined.
             RequestTimeout: If there was no answer in time.
             ProtocolError: If the answer is none.
+            MessageTooLong: If the request is longer than `wire.MAX_MESSAGE`.
         """
         types = reply if isinstance(reply, tuple) else (reply,)
         encoded = wire.encode(request)

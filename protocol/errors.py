@@ -81,21 +81,16 @@ class ProtocolError(ShoalError):
     """The connection to the peer that is to blame has been ended."""
 
 
+class MessageTooLong(ShoalError):
+    """A message is too long to be sent. Nothing was sent, and the connection lives on."""
+
+
 class PeerGone(ShoalError):
     """The connection to a peer ended while something was waiting for it."""
 
 
 class IdentityInUse(PeerGone):
-    """A peer ended the connection because another daemon with our identity is connected to it.
-
-    Args:
-        message: Who says so, and where the other daemon is.
-        evidence: What proves that there is one; see `rivals`. To be verified.
-    """
-
-    def __init__(self, message: str, *, hint: str | None = None, evidence: bytes = b"") -> None:
-        super().__init__(message, hint=hint)
-        self.evidence = evidence
+    """A peer ended the connection because another daemon with our identity is connected to it, and has proved that."""
 
 
 class StreamReset(ShoalError):

@@ -9,7 +9,7 @@ import torch
 from protocol.collective import Block, Reduced, Tensors
 from protocol.gather import bounds
 from protocol.identity import PeerId
-from protocol.ring import vector_bytes
+from protocol.vectors import vector_bytes
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -229,6 +230,8 @@ def _write_private(path: Path, contents: bytes) -> bool:
     except OSError as error:
         raise IdentityError(
             f"cannot write identity file {path}: {error.strerror}",
-            hint="The folder must exist, be writable, and lie on a file system with hard links.",
+            hint="Free some space there."
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "The folder must exist, be writable, and lie on a file system with hard links.",
         ) from error
     return True

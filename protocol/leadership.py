@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 import trio
 
 from protocol.ballots import Acceptor
+from protocol.codecs import CodecName
 from protocol.coordinator import Aborted, Action, Announce, Candidate, Coordinator, RoundTimes, Send, View
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, ShoalError
@@ -47,6 +48,7 @@ class Leadership:
     Args:
         revision: The revision that the round makes.
         max_weight: The most that one peer's values may count.
+        codec: How values look on the wire.
         spawn: Starts a task of the round; does nothing once everything is being shut down.
         roster: Who can take part.
         patience: How long a round waits for members that are late; see `View`.
@@ -64,6 +66,7 @@ class Leadership:
         tag: str,
         times: RoundTimes,
         max_weight: float,
+        codec: CodecName,
         spawn: Callable[..., None],
         roster: Roster,
         patience: Callable[[], float],
@@ -78,7 +81,7 @@ class Leadership:
         self._patience, self._base, self._notify, self._aborted = patience, base, notify, aborted
         self.acceptor = Acceptor(self._peer)
         self.coordinator = Coordinator(
-            run=run, tag=tag, revision=revision, peer=self._peer, times=times, max_weight=max_weight
+            run=run, tag=tag, revision=revision, peer=self._peer, times=times, max_weight=max_weight, codec=codec
         )
         self.opened: float | None = None
         """Until when peers that are not ready may still come, on trio's clock; None while nobody is ready."""

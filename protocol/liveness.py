@@ -19,13 +19,16 @@ class Pulse:
 
     A ping goes out with every beat, whether or not the ones before were answered: so the other side hears from us as
     often on a long way as on a short one, and a ping that waits in a queue hides nothing. The round trip and its
-    variation are smoothed as RFC 6298 does it for TCP. Silence is borne for as long as TCP may need to repeat what was
-    lost: two of its timeouts, the second because what is repeated has to travel as well.
+    variation are smoothed as RFC 6298 does it for TCP, but that trips which are shorter than expected hardly count as
+    variation: they are not what silence is borne for, and come after each time that the peer's process was stopped.
+    Silence is borne for as long as TCP may need to repeat what was lost: two of its timeouts, the second because what
+    is repeated has to travel as well.
 
     Args:
         heartbeat: Seconds between pings.
         dead_after: Seconds of silence that are borne at least.
-        rtt: A first round-trip time.
+        rtt: A first round-trip time, which counts until a ping was answered, and after that as a bound for the first
+            answer: it may have been measured while the peer's process was stopped.
         now: The time.
     """
 
@@ -36,6 +39,7 @@ class Pulse:
         self._heartbeat = heartbeat
         self._dead_after = dead_after
         self._heard_at = self._due = now
+        self._answered = False
         self._count = 0
         self._open: deque[tuple[bytes, float]] = deque(maxlen=_MAX_OPEN)  # token, and when it was sent
 
@@ -71,8 +75,12 @@ class Pulse:
         while (sent := self._open.popleft())[0] != token:
             pass
         sample = now - sent[1]
-        self._variation += (abs(sample - self.rtt) - self._variation) / 4
-        self.rtt += (sample - self.rtt) / 8
+        if not self._answered and sample < self.rtt:
+            self.rtt, self._variation = sample, sample / 2
+        excess = sample - self.rtt
+        self._variation += (max(excess, -excess / 8) - self._variation) / 4
+        self.rtt += excess / 8
+        self._answered = True
 
     def next_beat(self, now: float) -> float:
         """When to call `beat`."""

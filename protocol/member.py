@@ -56,6 +56,8 @@ class Work:
     values: torch.Tensor
     offer: Offer
     started: float
+    encoded: bytes | bytearray = b""
+    """The values as the run's codec writes them; nothing for fp32, or without weight."""
     attempts: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -188,8 +190,11 @@ class Member:
         if message.holder is None:
             return
         reduced = await self._fetch(message.holder)
+        if self._acceptor.completed:
+            return  # a higher ballot was not called off, and has come to its end meanwhile
         if reduced is None or reduced.plan.base != self._work.offer.base:
             raise RoundAborted(f"{message.holder.short} completed the round, but its result cannot be had")
+        self._drop("the round is complete elsewhere")
         self._acceptor.adopt(reduced.plan)
         await self._conclude(reduced)
 

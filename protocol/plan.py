@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 import attrs
 from msgspec import Meta
 
+from protocol.codecs import CodecName, block_of
 from protocol.identity import PeerId
 
 MAX_MEMBERS = 4096
@@ -118,10 +119,12 @@ def _check_weights(plan: Plan, _attribute: attrs.Attribute[tuple[float, ...]], w
 
 
 def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]], parts: tuple[Salvaged, ...]) -> None:
-    position, places = 0, set(range(len(plan.members)))
+    position, places, block = 0, set(range(len(plan.members))), block_of(plan.codec)
     for part in parts:
         if not position <= part.start < part.stop <= plan.length:
             raise ValueError("salvaged parts are in order, and inside of the vector")
+        if part.start % block or (part.stop % block and part.stop != plan.length):
+            raise ValueError("salvaged parts consist of whole blocks of the codec")
         if part.source >= len(plan.sources) or not places.issuperset(part.holders):
             raise ValueError("a salvaged part has a source, and members that hold it")
         position = part.stop
@@ -167,7 +170,8 @@ class Plan:
     """Digest of the state that the inputs belong to."""
     tag: Tag = ""
     """Tells concurrent collectives of one run apart."""
-    codec: Literal["fp32"] = "fp32"
+    codec: CodecName = "fp32"
+    """How values look on the wire: `fp32` goes around a ring, the others to the owners of blocks and back."""
     sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_SALVAGED)] = ()
     salvaged: Annotated[tuple[Salvaged, ...], Meta(max_length=MAX_SALVAGED)] = attrs.field(
         default=(), validator=_check_salvaged

@@ -8,14 +8,15 @@ import torch
 import trio
 
 from protocol.collective import Reduced
+from protocol.contribution import is_finite
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Fork, ProtocolError, RequestRefused, RequestTimeout
 from protocol.identity import PeerId
 from protocol.plan import Plan
-from protocol.ring import all_finite, vector_bytes
 from protocol.round_messages import FetchResult, Result
-from protocol.transfer import IN_WORKER, READ
+from protocol.transfer import READ
+from protocol.vectors import vector_bytes
 
 
 class Results:
@@ -113,8 +114,3 @@ class Results:
             raise ProtocolError(f"{peer.short} sent the result of another round")
         if base is not None and plan.base != base:
             raise Fork(peer, revision - 1, ours=base, theirs=plan.base)
-
-
-async def is_finite(values: torch.Tensor) -> bool:
-    """Whether every element is a finite number. Long vectors are looked at in a worker thread."""
-    return await trio.to_thread.run_sync(all_finite, values) if len(values) >= IN_WORKER else all_finite(values)

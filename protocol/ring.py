@@ -1,11 +1,11 @@
 """Ring all-reduce as a schedule and the arithmetic on it, without any input or output.
 
 The vector is cut into one block per member. In step t of 2(n-1), the member at place r sends block r-t to its right
-neighbour and receives block r-t-1 (all modulo n) from its left one. In the first n-1 steps it adds what it receives to
-its own values (reduce-scatter), so that block p is summed in the order p, p+1, ..., p+n-1 of the places; afterwards it
-stores what it receives (all-gather). What is received in one step is exactly what is sent in the next, so each member
-sends its own block and then forwards, piece by piece, all that comes in, except for the last step's. (Patarasuk and
-Yuan 2009, "Bandwidth optimal all-reduce algorithms".)
+neighbour and receives block r-t-1 (all modulo n) from its left one. In the first n-1 steps it adds its own values to
+what it receives (reduce-scatter), so that block p is summed in the order p, p+1, ..., p+n-1 of the places; afterwards
+it stores what it receives (all-gather). What is received in one step is exactly what is sent in the next, so each
+member sends its own block and then forwards, piece by piece, all that comes in, except for the last step's. (Patarasuk
+and Yuan 2009, "Bandwidth optimal all-reduce algorithms".)
 
 Parts that an earlier attempt has reduced belong to no block. They travel with the all-gather: from each member that
 holds one to the right, until the next member that holds it.
@@ -13,46 +13,41 @@ holds one to the right, until the next member that holds it.
 Invariants:
 - Every block is summed once, along one chain, and its final bytes are passed on verbatim: all members end with
   identical bits.
-- The caller's values are never written: attempts work on a scaled copy.
+- The caller's values are never written. Every element of the result is received in its place, and what is ours is
+  scaled a piece at a time, while the piece is in the cache: before it is sent first, or when it is added.
 - A piece overwrites only bytes that have been sent before: what comes back has gone round the ring.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-import attrs
 import torch
 
+from protocol.direct import reference_direct
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
-from protocol.plan import Plan, Source
-from protocol.salvage import MAX_HOLDINGS, Bounds, Holding, merged, missing
+from protocol.plan import Plan
+from protocol.reduction import Reduction, Segment, free_parts, partition, pieces, window
+from protocol.vectors import VectorPool, all_finite, scale
 
-PIECE = 1 << 16
-"""Elements that are received, added and forwarded together: 256 KiB. Adding that many takes about 20 µs, less than
-handing it to a worker thread does (50 µs and more, measured), so the additions stay in the caller's task."""
+LARGEST_PIECE = 1 << 20
+"""Elements of a segment, at most: 4 MiB. What arrives with the last bytes of one has to be copied."""
 
+SMALLEST_PIECE = 1 << 14
+"""Elements that fill a record."""
 
-@attrs.frozen
-class Segment:
-    """Elements [start, stop) of the vector, on their way."""
+_AT_ONCE = 1 << 16
+"""Elements that are scaled and added together: they stay in the cache meanwhile. That takes less time than handing it
+to a worker thread (50 µs and more), so it is done in the caller's task."""
 
-    start: int
-    stop: int
-    add: bool
-    """Whether the receiver adds or stores them."""
-    source: int | None = None
-    """Which of the plan's sources has reduced them; None: the plan itself."""
+_PIECES = 8  # of a block, if they are not too small: a member need not have a whole block before it sends the first
 
 
-def partition(length: int, size: int, index: int) -> tuple[int, int]:
-    """Bounds of one of `size` parts of `length` elements; the first `length % size` have one element more."""
-    base, extra = divmod(length, size)
-    start = index * base + min(index, extra)
-    return start, start + base + (index < extra)
+def piece_of(plan: Plan) -> int:
+    """Most elements of a segment. The bytes on the wire do not depend on it."""
+    return min(max(plan.length // (len(plan.members) * _PIECES), SMALLEST_PIECE), LARGEST_PIECE)
 
 
 class Schedule:
@@ -63,16 +58,14 @@ class Schedule:
         piece: Most elements of a segment.
     """
 
-    def __init__(self, plan: Plan, *, piece: int = PIECE) -> None:
+    def __init__(self, plan: Plan, *, piece: int) -> None:
         self._size = len(plan.members)
         self._salvaged = plan.salvaged
         self._piece = piece
-        self.free = tuple(_free(plan))
-        """What is not salvaged: bounds, in order."""
-        total = sum(stop - start for start, stop in self.free)
+        free = tuple(free_parts(plan))
+        total = sum(stop - start for start, stop in free)
         self._blocks = [
-            tuple(_pieces(_window(self.free, *partition(total, self._size, index)), piece))
-            for index in range(self._size)
+            tuple(pieces(window(free, *partition(total, self._size, index)), piece)) for index in range(self._size)
         ]
 
     @property
@@ -98,144 +91,91 @@ class Schedule:
             if (place - distance) % self._size not in holders or (place + 1) % self._size in holders:
                 continue
             if all((place - nearer) % self._size not in holders for nearer in range(distance)):
-                for start, stop in _pieces([(part.start, part.stop)], self._piece):
+                for start, stop in pieces([(part.start, part.stop)], self._piece):
                     yield Segment(start, stop, False, part.source)
 
 
-def _free(plan: Plan) -> Iterator[Bounds]:
-    position = 0
-    for part in plan.salvaged:
-        if position < part.start:
-            yield position, part.start
-        position = part.stop
-    if position < plan.length:
-        yield position, plan.length
-
-
-def _window(spans: Iterable[Bounds], first: int, end: int) -> Iterator[Bounds]:
-    """Where the elements `first` to `end` are, of those in the spans."""
-    position = 0
-    for start, stop in spans:
-        low, high = max(first - position, 0), min(end - position, stop - start)
-        if low < high:
-            yield start + low, start + high
-        position += stop - start
-
-
-def _pieces(spans: Iterable[Bounds], piece: int) -> Iterator[Bounds]:
-    for first, end in spans:
-        for start in range(first, end, piece):
-            yield start, min(start + piece, end)
-
-
-class Ring:
-    """One member's part in one attempt: where the next bytes go, and which can be sent.
-
-    Segments are numbered in the order of the schedule. Segment k of what is sent may be sent as soon as
-    `k < sendable`.
+class Ring(Reduction):
+    """One member's part in one attempt at a ring: it receives from the left, and sends to the right.
 
     Args:
         plan: The plan that was accepted.
         place: Our place in it.
-        values: Our values: 1-D fp32 on the CPU, `plan.length` elements. Only read, and only in the constructor.
-        previous: Our part in the attempt before, which has ended: its memory is used again, and what it holds of the
-            parts that the plan salvages.
-        piece: Most elements of a segment.
-
-    Raises:
-        ValueError: We do not hold a part that the plan says we hold.
+        values: Our values: 1-D fp32 on the CPU, `plan.length` elements. Only read.
+        previous: See `Reduction`.
+        memory: See `Reduction`.
+        piece: Most elements of a segment; by default as the plan's length suggests.
     """
 
     def __init__(
-        self, plan: Plan, place: int, values: torch.Tensor, *, previous: Ring | None = None, piece: int = PIECE
+        self,
+        plan: Plan,
+        place: int,
+        values: torch.Tensor,
+        *,
+        previous: Reduction | None = None,
+        memory: VectorPool | None = None,
+        piece: int | None = None,
     ) -> None:
-        if missing(plan, place, () if previous is None else previous.holdings()):
-            raise ValueError("the plan relies on parts that this member does not hold")
-        schedule = Schedule(plan, piece=piece)
-        self.plan = plan
-        self._kept = [(part.source, (part.start, part.stop)) for part in plan.salvaged if place in part.holders]
-        self._free = schedule.free
-        self._buffer: torch.Tensor = (
-            torch.empty(plan.length, dtype=torch.float32) if previous is None else previous._buffer
-        )
-        for start, stop in self._free:
-            _scale(values[start:stop], plan.shares[place], out=self._buffer[start:stop])
-        self._bytes = _byte_view(self._buffer)
+        super().__init__(plan, place, previous, memory or VectorPool())
+        size = len(plan.members)
+        self.sources = ((place - 1) % size,) if size > 1 else ()
+        self.sinks = ((place + 1) % size,) if size > 1 else ()
+        schedule = Schedule(plan, piece=piece_of(plan) if piece is None else piece)
+        self._values, self._share = values, plan.shares[place]
         self._sends, self._receives, self._needs = _itinerary(schedule, place)
-        longest = max((segment.stop - segment.start for segment in self._receives if segment.add), default=0)
-        self._scratch = torch.empty(longest, dtype=torch.float32)
-        self._scratch_bytes = _byte_view(self._scratch)
+        self._own = sum(1 for _ in schedule.sends(place, 0)) if size > 1 else 0  # segments that nobody has added to
         last = schedule.steps // 2 - 1  # the step in which reduced elements come in for the first time
         self._summed = sum(1 for step in range(last) for _ in schedule.receives(place, step))
-        self.received = 0
-        """Number of segments that have come in and been dealt with."""
-
-    @property
-    def incoming(self) -> int:
-        """Number of segments to receive in all."""
-        return len(self._receives)
-
-    @property
-    def outgoing(self) -> int:
-        """Number of segments to send in all."""
-        return len(self._sends)
-
-    @property
-    def sendable(self) -> int:
-        """Number of segments, from the first, whose contents are there by now."""
-        return bisect_right(self._needs, self.received)
+        self._scratch = torch.empty(min(plan.length, _AT_ONCE), dtype=torch.float32)
+        if size == 1:
+            for start, stop in self._free:
+                scale(values[start:stop], self._share, out=self._buffer[start:stop])
+                self._hold(start, stop)
 
     @property
     def complete(self) -> bool:
-        """Whether every reduced element is here."""
         return self.received == len(self._receives)
 
-    def target(self) -> memoryview:
-        """Where the bytes of the next segment to receive belong, exactly as long as it is."""
-        segment = self._receives[self.received]
-        if segment.add:
-            return self._scratch_bytes[: 4 * (segment.stop - segment.start)]
+    def outgoing(self, sink: int) -> int:
+        return len(self._sends)
+
+    def incoming(self, source: int) -> int:
+        return len(self._receives)
+
+    def sendable(self, sink: int) -> int:
+        return bisect_right(self._needs, self.received)
+
+    def segment(self, sink: int, number: int) -> memoryview:
+        segment = self._sends[number]
+        if number < self._own:
+            part = slice(segment.start, segment.stop)
+            scale(self._values[part], self._share, out=self._buffer[part])
         return self._bytes[4 * segment.start : 4 * segment.stop]
 
-    def filled(self) -> None:
-        """The bytes of `target` are there: adds them if they are to be added, and goes on to the next segment.
+    def target(self, source: int) -> memoryview:
+        segment = self._receives[self.received]
+        return self._bytes[4 * segment.start : 4 * segment.stop]
+
+    def filled(self, source: int) -> None:
+        """See `Reduction.filled`.
 
         Raises:
-            ProtocolError: They are not finite numbers, or too large to be added to ours. What came in before was
+            ProtocolError: The values are not finite, or too large to be added to ours. What came in before was
                 finite, and is passed on only after it was looked at here, so the left neighbour itself is the cause.
         """
         segment = self._receives[self.received]
-        values = self._buffer[segment.start : segment.stop]
-        if segment.add:
-            values += self._scratch[: segment.stop - segment.start]
-        if not all_finite(values):
-            raise ProtocolError("the left neighbour's values are not finite")
+        for start, stop in pieces([(segment.start, segment.stop)], _AT_ONCE):
+            values = self._buffer[start:stop]
+            if segment.add:
+                ours = self._scratch[: stop - start]
+                scale(self._values[start:stop], self._share, out=ours)
+                values += ours
+            if not all_finite(values):
+                raise ProtocolError("the left neighbour's values are not finite")
+        if self.received >= self._summed:
+            self._hold(segment.start, segment.stop, segment.source)
         self.received += 1
-
-    def segment(self, number: int) -> memoryview:
-        """The bytes of one segment to send; not before `sendable` says so."""
-        segment = self._sends[number]
-        return self._bytes[4 * segment.start : 4 * segment.stop]
-
-    def holdings(self) -> tuple[Holding, ...]:
-        """What is reduced here by now, by the plan that has done so."""
-        spans: dict[int | None, list[Bounds]] = {}
-        for source, bounds in self._kept:
-            spans.setdefault(source, []).append(bounds)
-        if not self._receives:
-            spans[None] = list(self._free)
-        for segment in self._receives[self._summed : self.received]:
-            spans.setdefault(segment.source, []).append((segment.start, segment.stop))
-        own = Source(self.plan.id, self.plan.members, self.plan.weights)
-        return tuple(
-            Holding(own if source is None else self.plan.sources[source], merged(bounds))
-            for source, bounds in list(spans.items())[-MAX_HOLDINGS:]
-        )
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """The result, once `complete`. Shares memory with the ring, which changes it no more."""
-        return self._buffer
 
 
 def _itinerary(schedule: Schedule, place: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...], list[int]]:
@@ -265,18 +205,11 @@ def reference(
         inputs: Everybody's values.
         earlier: The plans that it salvages from, by id.
     """
-    size = len(plan.members)
-    scaled = [torch.empty(plan.length, dtype=torch.float32) for _ in plan.members]
-    for peer, share, out in zip(plan.members, plan.shares, scaled, strict=True):
-        _scale(inputs[peer], share, out=out)
     mean = torch.empty(plan.length, dtype=torch.float32)
-    free = tuple(_free(plan))
-    total = sum(stop - start for start, stop in free)
-    for index in range(size):
-        for start, stop in _window(free, *partition(total, size, index)):
-            mean[start:stop] = scaled[index][start:stop]
-            for step in range(1, size):
-                mean[start:stop] += scaled[(index + step) % size][start:stop]
+    if plan.codec == "fp32":
+        _reference_ring(plan, inputs, mean)
+    else:
+        reference_direct(plan, inputs, mean)
     for part in plan.salvaged:
         assert earlier is not None
         source = reference(earlier[plan.sources[part.source].plan], inputs, earlier)
@@ -284,27 +217,15 @@ def reference(
     return mean
 
 
-def all_finite(values: torch.Tensor) -> bool:
-    """Whether every element is a finite number.
-
-    The sum is an order of magnitude cheaper than looking at each element, and finite only if they all are.
-    """
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
-
-
-def vector_bytes(values: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D fp32 CPU tensor, little-endian as on every machine that PyTorch supports."""
-    return _byte_view(values)
-
-
-def _byte_view(values: torch.Tensor) -> memoryview:
-    view: memoryview = values.detach().numpy().view("u1").data
-    return view
-
-
-def _scale(values: torch.Tensor, share: float, *, out: torch.Tensor) -> None:
-    """values * share. A share of 0 gives zeros even where values are not finite."""
-    if share == 0:
-        out.zero_()
-    else:
-        torch.mul(values.detach(), torch.tensor(share, dtype=torch.float32), out=out)
+def _reference_ring(plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: torch.Tensor) -> None:
+    size = len(plan.members)
+    scaled = [torch.empty(plan.length, dtype=torch.float32) for _ in plan.members]
+    for peer, share, out in zip(plan.members, plan.shares, scaled, strict=True):
+        scale(inputs[peer], share, out=out)
+    free = tuple(free_parts(plan))
+    total = sum(stop - start for start, stop in free)
+    for index in range(size):
+        for start, stop in window(free, *partition(total, size, index)):
+            mean[start:stop] = scaled[index][start:stop]
+            for step in range(1, size):
+                mean[start:stop] += scaled[(index + step) % size][start:stop]

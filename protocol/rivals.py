@@ -134,10 +134,10 @@ class Rivals:
     def ended(self, connection: Connection) -> None:
         """A connection has ended, and is still among the links if it was in use."""
         link = self._links.get(connection.peer)
-        if isinstance(connection.failure, IdentityInUse):
-            if self._proves(connection.failure.evidence):
+        if connection.evidence:
+            if self._proves(connection.evidence):
                 if self.refusal is None:
-                    self.refusal, self._refused_at = connection.failure, trio.current_time()
+                    self.refusal, self._refused_at = IdentityInUse(str(connection.failure)), trio.current_time()
                 self._refused.set()
         elif link is not None and link.connection is connection and link.heard:
             self.refusal = None  # we were somebody's peer until now

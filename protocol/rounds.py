@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import attrs
 import torch
@@ -22,7 +23,9 @@ import trio
 
 from protocol.attempt import Attempt
 from protocol.ballots import Offer
+from protocol.codecs import CodecName, NotFinite
 from protocol.collective import Reduced
+from protocol.contribution import Contributor, is_finite
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
@@ -33,7 +36,7 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.plan import MAX_BLOCK, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
-from protocol.results import Results, is_finite
+from protocol.results import Results
 from protocol.roster import Roster
 from protocol.round_events import RoundEvent, RoundStatistics
 from protocol.round_messages import (
@@ -52,6 +55,7 @@ from protocol.round_messages import (
 from protocol.sessions import Line, LocalLine, local_lines
 from protocol.swap import Swap
 from protocol.transfer import RingInbox, Transfer
+from protocol.vectors import VectorPool
 from protocol.wire import Message
 
 __all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
@@ -78,6 +82,7 @@ class Rounds:
         max_weight: The most that one peer's values may count.
         max_block: The most bytes that one peer's block may have in a gather.
         courtesy: Told when an attempt is going on, so that others can let it go first.
+        codec: How values look on the wire. Lossy ones keep what they leave out for the next round.
     """
 
     def __init__(
@@ -91,13 +96,16 @@ class Rounds:
         tag: str = "",
         max_weight: float = MAX_WEIGHT,
         max_block: int = MAX_BLOCK,
+        codec: CodecName = "fp32",
         courtesy: Courtesy | None = None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report = roster, report
         self._max_weight, self._max_block = max_weight, max_block
+        self._codec, self._contributor = codec, Contributor(codec)
         self._courtesy = courtesy or Courtesy(lambda: endpoint.bytes_sent)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
+        self._vectors = VectorPool()
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
@@ -149,6 +157,7 @@ class Rounds:
     def adopted(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
+        self._contributor.reset()
         self._heard = None
         self._digests.clear()
         for leadership in self._rounds.values():
@@ -209,11 +218,19 @@ class Rounds:
         if not 0 <= weight <= MAX_WEIGHT:
             raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
         offer = self._offer("reduce", revision, len(values), weight, digest)
-        if not await is_finite(values):
-            reason = "the values are not finite"
-            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=reason))
-            offer = attrs.evolve(offer, weight=0.0)
-        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        try:
+            encoded = await self._contributor.encode(values)
+        except NotFinite as error:
+            self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
+            offer, encoded = attrs.evolve(offer, weight=0.0), bytearray()
+        counted = False
+        try:
+            work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
+            reduced = await self._take_part(work)
+            counted = self._endpoint.peer_id in reduced.contributors
+        finally:
+            self._contributor.finished(counted=counted)
+        return reduced
 
     async def gather(self, revision: int, block: torch.Tensor | None, *, digest: bytes = NO_DIGEST) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds every member's block.
@@ -288,6 +305,7 @@ class Rounds:
             base=digest,
             weight=float(weight),
             length=length,
+            codec=self._codec,
             operation=operation,
             max_weight=self._max_weight,
             max_block=self._max_block,
@@ -429,7 +447,8 @@ class Rounds:
             block = work.values if plan.operation == "gather" else torch.empty(0, dtype=torch.uint8)
             return GatherTransfer(plan, block, endpoint=endpoint, inbox=inbox, times=times)
         assert work.last is None or isinstance(work.last, Transfer)
-        return Transfer(plan, work.values, endpoint=endpoint, inbox=inbox, times=times, previous=work.last)
+        transfer = partial(Transfer, plan, work.values, endpoint=endpoint, inbox=inbox, times=times)
+        return transfer(encoded=work.encoded, memory=self._vectors, previous=work.last)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         self._transfers += 1
@@ -483,6 +502,7 @@ class Rounds:
                 tag=self._tag,
                 times=self._times,
                 max_weight=self._max_weight,
+                codec=self._codec,
                 spawn=self._spawn,
                 roster=self._roster,
                 patience=lambda: self._reducing,

@@ -81,6 +81,7 @@ def salvage(
     holdings: Mapping[PeerId, Collection[Holding]],
     length: int,
     max_weight: float = MAX_WEIGHT,
+    block: int = 1,
 ) -> tuple[tuple[Source, ...], tuple[Salvaged, ...]]:
     """What a plan of these members can take over: of each element, the bytes that most of them hold.
 
@@ -91,6 +92,7 @@ def salvage(
         holdings: What they say they hold; unknown members count as holding nothing.
         length: Elements of the vector.
         max_weight: A source in which anybody's values count more is not believed.
+        block: Elements that are encoded together: of a part, only whole blocks are taken.
 
     Returns:
         `Plan.sources` and `Plan.salvaged`.
@@ -103,13 +105,17 @@ def salvage(
             if source != holding.source or max(source.weights) > max_weight:
                 continue  # somebody lies: of two stories about one plan, the first is believed
             for span in holding.spans:
-                if span.start < span.stop <= length:
-                    events[span.start].append((True, source.plan, place))
-                    events[span.stop].append((False, source.plan, place))
+                start, stop = -(-span.start // block) * block, span.stop
+                if stop != length:
+                    stop -= stop % block
+                if start < stop <= length:
+                    events[start].append((True, source.plan, place))
+                    events[stop].append((False, source.plan, place))
     parts = sorted(_affordable(_parts(events), sources))
     if parts and len(members) > 1 and sum(stop - start for start, stop, _, _ in parts) == length:
-        start, stop, plan_id, holders = parts.pop()
-        parts += [(start, stop - 1, plan_id, holders)] if start < stop - 1 else []
+        start, _, plan_id, holders = parts.pop()
+        stop = (length - 1) // block * block
+        parts += [(start, stop, plan_id, holders)] if start < stop else []
     used = sorted({source for _, _, source, _ in parts})
     return tuple(sources[source] for source in used), tuple(
         Salvaged(start, stop, used.index(source), holders) for start, stop, source, holders in parts

@@ -94,6 +94,9 @@ class Stream:
         """Sends a message. Returns once it is queued.
 
         If cancelled, either all of the message is sent or nothing.
+
+        Raises:
+            MessageTooLong: It is longer than `wire.MAX_MESSAGE`. Nothing was sent.
         """
         await self.send_encoded(encode(message))
 

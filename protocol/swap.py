@@ -7,16 +7,16 @@ import contextlib
 import torch
 import trio
 
+from protocol.contribution import is_finite
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, ShoalError, StreamReset, first_error
 from protocol.identity import PeerId
 from protocol.pairs import partner, swap_id
 from protocol.plan import Plan
-from protocol.results import is_finite
-from protocol.ring import vector_bytes
 from protocol.round_messages import RingData
 from protocol.transfer import READ, RingInbox
+from protocol.vectors import vector_bytes
 
 
 class Swap:

@@ -1,8 +1,8 @@
-"""The ring of one attempt on real streams: what `protocol.ring` schedules, moved by two tasks.
+"""One attempt at reducing on real streams: what a schedule (see `protocol.reduction`) says, moved by its tasks.
 
-One task receives from the left neighbour, adds, and lets the other know; that one sends to the right neighbour whatever
-has become sendable. A transfer that fails keeps its streams open and waits to be aborted: if it tore them down, its
-neighbours would blame it and not the peer that is at fault.
+One task for each neighbour that sends to us receives, adds, and lets the others know; one for each neighbour that we
+send to sends whatever has become sendable. A transfer that fails keeps its streams open and waits to be aborted: if it
+tore them down, its neighbours would blame it and not the peer that is at fault.
 """
 
 from __future__ import annotations
@@ -17,22 +17,28 @@ import trio
 
 from protocol.attempt import Failure
 from protocol.coordinator import RoundTimes
+from protocol.direct import Direct
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Plan
+from protocol.reduction import Reduction
 from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding
+from protocol.vectors import VectorPool
 
-MAX_PARKED = 32
+MAX_PARKED = 128
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
 
 READ = 1 << 16
 """Bytes after which a receiver looks at the clock again: a link with less than this per stall time counts as stuck."""
 
+_LONGEST_READ = 1 << 23
+_QUICK = 1 / 16  # of the stall time: a read that takes less may be twice as long the next time
+
 IN_WORKER = 1 << 20
-"""Elements from which on preparing a vector (a few ms) is worth a worker thread."""
+"""Elements from which on copying a vector (a few ms) is worth a worker thread."""
 
 
 @attrs.define(eq=False)
@@ -99,6 +105,8 @@ class Transfer:
     Args:
         plan: The accepted plan, which includes this peer.
         values: This peer's values; only read.
+        encoded: The same values as the plan's codec writes them; nothing for fp32, or without weight.
+        memory: Where the result's vector comes from.
         previous: The attempt before, which has been aborted. What it leaves is used once it has ended.
     """
 
@@ -107,9 +115,11 @@ class Transfer:
         plan: Plan,
         values: torch.Tensor,
         *,
+        encoded: bytes | bytearray = b"",
         endpoint: Endpoint,
         inbox: RingInbox,
         times: RoundTimes,
+        memory: VectorPool,
         previous: Transfer | None = None,
     ) -> None:
         self.plan = plan
@@ -118,14 +128,14 @@ class Transfer:
         self.failure: Failure | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._values = values
-        self._endpoint, self._inbox, self._times = endpoint, inbox, times
+        self._values, self._encoded = values, encoded
+        self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
         self._previous = previous
-        self._ring: Ring | None = None
+        self._ring: Reduction | None = None
         self._begun = False
         self._ended = trio.Event()
-        self._progress = trio.Event()
+        self._progress = trio.lowlevel.ParkingLot()
         self._scope = trio.CancelScope()
 
     @property
@@ -141,7 +151,8 @@ class Transfer:
     @property
     def progress(self) -> tuple[int, int]:
         """Segments that have come in, and how many there are."""
-        return self.segments, 0 if self._ring is None else self._ring.incoming
+        ring = self._ring
+        return self.segments, 0 if ring is None else sum(ring.incoming(place) for place in ring.sources)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -155,7 +166,7 @@ class Transfer:
         if not self._begun:
             self._ended.set()
 
-    async def ended(self) -> Ring | None:
+    async def ended(self) -> Reduction | None:
         """Waits until nothing is sent or received any more; returns the ring, or that of the attempt before."""
         await self._ended.wait()
         return self._ring if self._previous is None else await self._previous.ended()
@@ -174,69 +185,87 @@ class Transfer:
         try:
             with self._scope:
                 ring = await self._prepare()
-                if len(plan.members) > 1:
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(self._send, ring, plan.members[(self._place + 1) % len(plan.members)])
-                        nursery.start_soon(self._receive, ring, plan.members[self._place - 1])
+                async with trio.open_nursery() as nursery:
+                    for place in ring.sinks:
+                        nursery.start_soon(self._send, ring, place)
+                    for place in ring.sources:
+                        nursery.start_soon(self._receive, ring, place)
         finally:
             self._ended.set()
         if trio.current_time() >= self._scope.deadline:
             self._fail(plan.members[self._place - 1], "the attempt took too long")
 
-    async def _prepare(self) -> Ring:
+    async def _prepare(self) -> Reduction:
         """Makes the ring. It takes over the memory of the attempt before, which has to have ended for good."""
         await trio.lowlevel.checkpoint()  # we may have been aborted, and somebody else may be using that memory
         if self._previous is not None:
             self._ring, self._previous = await self._previous.ended(), None
             await trio.lowlevel.checkpoint_if_cancelled()  # or aborted since that ended
-        make = partial(Ring, self.plan, self._place, self._values, previous=self._ring)
+        make: Callable[[], Reduction]
+        if self.plan.codec == "fp32":
+            make = partial(Ring, self.plan, self._place, self._values, previous=self._ring, memory=self._memory)
+        else:
+            make = partial(Direct, self.plan, self._place, self._encoded, previous=self._ring, memory=self._memory)
         self._ring = None  # its memory is being overwritten: until that is over, it is not certain what we hold
-        self._ring = make() if self.plan.length < IN_WORKER else await trio.to_thread.run_sync(make)
+        alone = len(self.plan.members) == 1  # so the whole vector is copied at once
+        self._ring = await trio.to_thread.run_sync(make) if alone and self.plan.length >= IN_WORKER else make()
         if self._ring.complete:
             self.settled.set()
         return self._ring
 
-    async def _send(self, ring: Ring, right: PeerId) -> None:
-        plan = self.plan
+    async def _send(self, ring: Reduction, place: int) -> None:
+        plan, peer = self.plan, self.plan.members[place]
         try:
-            async with self._endpoint.open(right, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
-                for number in range(ring.outgoing):
-                    while number >= ring.sendable:
-                        self._progress = trio.Event()
-                        await self._progress.wait()
-                    data = ring.segment(number)
+            async with self._endpoint.open(peer, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
+                for number in range(ring.outgoing(place)):
+                    while number >= ring.sendable(place):
+                        await self._progress.park()
+                    data = ring.segment(place, number)
                     await stream.send_bytes(data)
                     self.bytes_sent += data.nbytes
                 await stream.finish()
         except ShoalError as error:
-            self._fail(right, str(error))
+            self._fail(peer, str(error))
 
-    async def _receive(self, ring: Ring, left: PeerId) -> None:
+    async def _receive(self, ring: Reduction, place: int) -> None:
+        peer = self.plan.members[place]
         arrival: _Arrival | None = None
+        read = READ
         try:
             with trio.fail_after(self._times.stall):
-                arrival = await self._inbox.take(self.plan.id, left)
-            while not ring.complete:
-                target = ring.target()
-                for start in range(0, target.nbytes, READ):
-                    with trio.fail_after(self._times.stall):
-                        await arrival.stream.receive_into(target[start : start + READ])
+                arrival = await self._inbox.take(self.plan.id, peer)
+            for _ in range(ring.incoming(place)):
+                target = ring.target(place)
+                read = await self._fill(arrival.stream, target, read)
                 self.bytes_received += target.nbytes
-                ring.filled()
-                self._progress.set()
-            self.settled.set()
-            # Closing before the left neighbour has finished would look to it as if we had given up.
+                ring.filled(place)
+                self._progress.unpark_all()
+            if ring.complete:
+                self.settled.set()
+            # Closing before the neighbour has finished would look to it as if we had given up.
             with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
-            self._fail(left, f"nothing came from {left.short} for {self._times.stall:g} s")
+            self._fail(peer, f"nothing came from {peer.short} for {self._times.stall:g} s")
             await trio.sleep_forever()
         except ShoalError as error:
-            self._fail(left, str(error))
+            self._fail(peer, str(error))
             await trio.sleep_forever()
         finally:
             if arrival is not None:
                 arrival.over.set()
+
+    async def _fill(self, stream: Stream, target: memoryview, read: int) -> int:
+        """Receives all of a segment, so many bytes at a time; returns how many that should be the next time."""
+        stall, position = self._times.stall, 0
+        while position < len(target):
+            began = trio.current_time()
+            with trio.fail_after(stall):
+                await stream.receive_into(target[position : position + read])
+            position += read
+            quick = trio.current_time() - began < _QUICK * stall
+            read = min(2 * read, _LONGEST_READ) if quick else READ
+        return read
 
     def _fail(self, suspect: PeerId, reason: str) -> None:
         if not self.settled.is_set():

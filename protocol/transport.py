@@ -88,6 +88,14 @@ class Address:
             )
         return cls(host, int(port))
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is an address of this very machine that no line leads to."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transfo
 import attrs
 import msgspec
 
-from protocol.errors import AddressError, ProtocolError
+from protocol.errors import AddressError, MessageTooLong, ProtocolError
 from protocol.identity import PeerId
 from protocol.transport import Address
 
@@ -120,8 +120,9 @@ def encode(msg: Message) -> bytes:
     """The one encoding of a message.
 
     Raises:
-        ValueError: If a field breaks its type or bounds, or the message is longer than `MAX_MESSAGE`. This is the
-            caller's mistake: the other side would end the connection over it.
+        MessageTooLong: If it is longer than `MAX_MESSAGE`: what the fields hold together often comes from others.
+        ValueError: If a field breaks its type or bounds. This is the caller's mistake: the other side would end the
+            connection over it.
     """
     codec = _codec(type(msg))
     try:
@@ -129,7 +130,7 @@ def encode(msg: Message) -> bytes:
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise ValueError(f"cannot encode {codec.name}: {codec.explain(error)}") from None
     if len(data) > MAX_MESSAGE:
-        raise ValueError(f"cannot encode {codec.name}: {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
+        raise MessageTooLong(f"cannot encode {codec.name}: {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
     return data
 
 

@@ -21,6 +21,7 @@ SHELLS = {
     "protocol/channel.py",
     "protocol/channels.py",
     "protocol/connection.py",
+    "protocol/contribution.py",
     "protocol/courtesy.py",
     "protocol/dialer.py",
     "protocol/endpoint.py",

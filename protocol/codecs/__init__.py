@@ -30,11 +30,27 @@ from protocol.codecs.blockwise import E3M0, Int4, Int8
 from protocol.codecs.feedback import ErrorFeedback
 from protocol.codecs.plain import BFloat16, Identity
 
-__all__ = ["BLOCK", "LARGEST", "NAMES", "SMALLEST", "Codec", "CodecName", "ErrorFeedback", "NotFinite", "make_codec"]
+__all__ = [
+    "BLOCK",
+    "LARGEST",
+    "NAMES",
+    "SMALLEST",
+    "Codec",
+    "CodecName",
+    "ErrorFeedback",
+    "NotFinite",
+    "block_of",
+    "make_codec",
+]
 
 NAMES: tuple[CodecName, ...] = typing.get_args(CodecName)
 
 _CODECS: dict[CodecName, type[Codec]] = {kind.name: kind for kind in (Identity, BFloat16, Int8, Int4, E3M0)}
+
+
+def block_of(name: CodecName) -> int:
+    """See `Codec.block`."""
+    return _CODECS[name].block
 
 
 def make_codec(name: CodecName) -> Codec:

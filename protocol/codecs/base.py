@@ -91,6 +91,14 @@ class Codec(ABC):
             self._decode(source[self.encoded_size(start) : self.encoded_size(stop)], values)
             into[start:stop] += values.mul_(factor)
 
+    def check(self, data: Bytes, length: int) -> None:
+        """Looks at the bytes of so many values without decoding them.
+
+        Raises:
+            ProtocolError: As for `decode`.
+        """
+        self._checked(data, length)
+
     def _checked(self, data: Bytes, length: int) -> NDArray[np.uint8]:
         source = _array(data)
         if source.size != self.encoded_size(length):

@@ -23,7 +23,8 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, length: int, *, decay: float = 1.0) -> None:
         self._codec, self._decay = codec, decay
         self._residual = torch.zeros(length)
-        self._pending: torch.Tensor | None = None
+        self._pending = torch.empty(0)  # what this round leaves out, where it was encoded
+        self._encoded: set[tuple[int, int]] = set()
 
     @property
     def residual(self) -> torch.Tensor:
@@ -45,20 +46,22 @@ class ErrorFeedback:
         self._codec.encode(corrected, out)
         decoded = torch.empty_like(corrected)
         self._codec.decode(out, decoded)
-        if self._pending is None:
-            self._pending = self._residual.clone()
+        if not len(self._pending):
+            self._pending = torch.empty_like(self._residual)
+        self._encoded.add((start, start + values.numel()))
         self._pending[start : start + values.numel()] = corrected.sub_(decoded).mul_(self._decay)
 
     def commit(self) -> None:
         """The round is finished, and our messages are part of its result."""
-        if self._pending is not None:
-            self._residual, self._pending = self._pending, None
+        for start, stop in self._encoded:
+            self._residual[start:stop] = self._pending[start:stop]
+        self._encoded.clear()
 
     def abort(self) -> None:
         """The round is given up, or finished without us: our messages have had no effect."""
-        self._pending = None
+        self._encoded.clear()
 
     def reset(self) -> None:
         """A state was downloaded: what was left out belongs to another one."""
-        self._pending = None
+        self._encoded.clear()
         self._residual.zero_()

@@ -301,7 +301,7 @@ async def work(kind: str, host: str, port: int | None) -> None:
     async with trio.open_nursery() as nursery:
         client: RawClient | OurClient | None = None
         kind, *named = kind.split("/")
-        congestion = named[0] if named else "bbr"
+        congestion = named[0] if named else "cubic"  # as connections within one machine
         lanes = int(named[1]) if named[1:] else MAX_LANES
         if port is None:
             server = RawServer(host, congestion) if kind == "raw" else OurServer(host, congestion, lanes)

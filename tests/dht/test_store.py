@@ -215,6 +215,15 @@ def test_displacing_again_and_again_leaves_nothing_behind():
     assert len(store) == store.size == len(store._timers) == len(store._origins) == len(store._shares) == 0
 
 
+def test_a_record_that_replaces_a_longer_lived_one_goes_when_its_own_time_is_over():
+    store = RecordStore(OWN, StoreLimits(ttl=10_000.0))
+    for sequence in range(1, 50):
+        put(store, record(sequence=sequence, ttl=10_000 - 100 * sequence))
+        assert len(store._timers) <= 3
+    store.expire(5_100.0)
+    assert len(store) == store.size == 0
+
+
 def test_pages_cover_everything_once_in_order():
     store = RecordStore(OWN)
     for who in range(5):
@@ -308,13 +317,14 @@ class StoreMachine(RuleBasedStateMachine):
             expected = sorted(((r.signer, r, e) for r, e in self.live() if r.key == key), key=lambda item: item[0])
             assert not more
             assert [(held.record.signer, held.record, held.expires) for held in page] == expected
+        assert len(self.store) == len(self.live())  # and nothing else is kept
 
     @invariant()
     def it_keeps_its_bounds(self) -> None:
         records = [held.record for held in self.store]
         assert len(records) == len(self.store) <= self.LIMITS.records
         assert self.store.size <= self.LIMITS.size
-        assert len(self.store._timers) == len(records)
+        assert len(records) <= len(self.store._timers) <= 2 * self.LIMITS.records + 1
         for key in KEYS:
             assert sum(r.key == key for r in records) <= self.LIMITS.per_key
         for person in PEOPLE:

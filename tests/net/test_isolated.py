@@ -24,5 +24,5 @@ async def test_two_homes_without_a_public_peer_are_told_what_to_start(internet, 
     await net_swarm.until(lambda: founder.recording.of("isolated") != [])
     reason = founder.recording.last("isolated").text("reason")
     own = f"{founder.host.address}:{PORT}"
-    assert reason == f"{own} means this peer on its own network only, and no peer in reach relays for it"
+    assert reason == f"machines on its own network reach this peer at {own}; for others, no peer in reach relays"
     assert "start `shoal serve`" in founder.child.log.read_text()

@@ -1,10 +1,8 @@
+import errno
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import textwrap
 import time
 import tomllib
 import types
@@ -19,7 +17,6 @@ from peer.home import Home
 from peer.manifest import Manifest, ManifestError, dump_settings
 from peer.options import parse_size
 from peer.settings import DataSettings, RunSettings, Settings
-from peer.status import read_status
 from peer.ticket import Ticket
 from protocol.errors import (
     AddressError,
@@ -301,6 +298,29 @@ def test_start_goes_on_with_the_run_of_its_home(shoal, daemon, home):
     assert "another peer founded" in result.stderr
 
 
+def test_the_home_of_another_run(shoal, daemon, home):
+    manifest = Manifest.create(Settings(run=RunSettings(name="mine")), home.identity)
+    home.manifest.write_text(manifest.dump())
+    for arguments in (("start", "--name", "other"), ("join", TICKET.encode())):
+        result = shoal(*arguments)
+        assert result.exit_code == 2
+        assert "takes part in another run" in result.stderr
+    assert daemon.config is None
+    assert shoal("start", "--name", "mine").exit_code == 0
+    assert home.manifest.read_text() == manifest.dump()
+
+
+@pytest.mark.parametrize("contents", [b"\xff", b"[run", b"[run]\nname = 1\n"])
+def test_a_damaged_manifest_in_the_home(shoal, daemon, home, contents):
+    home.manifest.write_bytes(contents)
+    for arguments in (("start",), ("start", "--name", "mine"), ("join", TICKET.encode())):
+        result = shoal(*arguments)
+        assert result.exit_code == 2
+        assert f"error: {home.manifest} " in result.stderr
+        assert "hint: " in result.stderr
+    assert daemon.config is None
+
+
 def test_start_needs_the_text_of_a_run_on_text(shoal, daemon, tmp_path):
     assert shoal("start", "--data", "corpus.txt").exit_code == 0
     assert daemon.config.manifest.settings.data.source == "text"
@@ -337,6 +357,16 @@ def test_join_passes_its_options_on(shoal, daemon, home):
     assert events[0]["peer"] == str(home.identity.peer_id)
 
 
+def test_threads_wait_without_spinning():
+    code = "import os, peer.cli; peer.cli.app = lambda: print(os.environ['OMP_WAIT_POLICY']); peer.cli.main()"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, used in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | given
+        )
+        assert result.stdout == f"{used}\n"
+
+
 def test_join_knows_helpers(shoal, daemon):
     one, two = f"{PeerId(b'1' * 32)}@192.0.2.1:1", f"{PeerId(b'2' * 32)}@[2001:db8::2]:2"
     assert shoal("join", TICKET.encode(), "--bootstrap", one, "--bootstrap", two, "--no-map").exit_code == 0
@@ -370,10 +400,22 @@ def test_join_refuses_an_expired_ticket(shoal, daemon):
     assert daemon.config is None
 
 
-def test_a_ticket_file_that_cannot_be_written(shoal, daemon):
-    result = shoal("join", TICKET.encode(), "--ticket-file", "missing/ticket")
-    assert result.exit_code == 1
-    assert "error: the ticket cannot be written to missing/ticket" in result.stderr
+@pytest.mark.parametrize("file", ["missing/ticket", "."])
+def test_a_ticket_file_that_cannot_be_written(shoal, daemon, file):
+    result = shoal("join", TICKET.encode(), "--ticket-file", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --ticket-file {file} ")
+    assert daemon.config is None
+
+
+def test_a_ticket_that_cannot_be_saved_is_no_reason_to_stop(shoal, daemon, home, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peer.home.write_atomically", full)
+    result = shoal("start")
+    assert (result.exit_code, result.stdout) == (0, TICKET.encode() + "\n")
+    assert f"the ticket was NOT SAVED: {home.ticket}: No space left on device" in result.stderr
 
 
 # status, ticket, sample and demo
@@ -458,99 +500,3 @@ def test_demo(shoal, monkeypatch, tmp_path):
     (options,) = seen
     assert (options["peers"], options["rounds"], options["inner_steps"], options["json"]) == (3, 6, 7, True)
     assert str(options["keep"]) == "files"
-
-
-# Leaving
-
-PROCESS = """
-import sys, types, time, trio
-import peer.cli
-from peer.ticket import Ticket
-
-async def run_daemon(config, *, task_status):
-    config.events.emit("started", address=config.listen, run=bytes(32))
-    task_status.started(config.ticket)
-    try:
-        await trio.sleep_forever()
-    finally:
-        {farewell}
-
-module = types.ModuleType("peer.daemon")
-module.DaemonConfig = types.SimpleNamespace
-module.run_daemon = run_daemon
-sys.modules["peer.daemon"] = module
-peer.cli._device = lambda name: name
-peer.cli.main()
-"""
-CLEAN = "config.events.emit('stopped', reason='cancelled')"
-STUCK = "print('stuck', flush=True); time.sleep(60)"
-
-
-@pytest.fixture
-def process(tmp_path):
-    """Starts a daemon in a process of its own, which leaves as told, and waits until it can be joined."""
-    started = []
-
-    def start(farewell):
-        code = textwrap.dedent(PROCESS).format(farewell=farewell)
-        arguments = ["join", TICKET.encode(), "--home", str(tmp_path / "home")]
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert re.match(r"peer \w+ listens", process.stderr.readline())
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_ends_the_daemon_in_order(process, tmp_path, number, code):
-    daemon = process(CLEAN)
-    daemon.send_signal(number)
-    _, stderr = daemon.communicate(timeout=60)
-    assert daemon.returncode == code
-    assert stderr == "stopped: cancelled\n"
-    assert read_status(tmp_path / "home" / "status.json").reason == "cancelled"
-
-
-def test_a_daemon_that_hangs_is_ended(process):
-    daemon = process(STUCK)
-    daemon.send_signal(signal.SIGINT)
-    daemon.communicate(timeout=30)  # half of what it would take by itself
-    assert daemon.returncode == 130
-
-
-def test_a_second_signal_kills(process):
-    daemon = process(STUCK)
-    daemon.send_signal(signal.SIGINT)
-    assert daemon.stdout.readline() == "stuck\n"
-    daemon.send_signal(signal.SIGINT)
-    daemon.communicate(timeout=30)
-    assert daemon.returncode == -signal.SIGINT  # and not 130, which it would be two seconds later
-
-
-STARTING = """
-import sys, time, types
-import peer.cli
-
-def slow(name):
-    print("starting", flush=True)
-    time.sleep(60)
-
-sys.modules["peer.daemon"] = types.SimpleNamespace(DaemonConfig=None, run_daemon=None)
-peer.cli._device = slow
-peer.cli.main()
-"""
-
-
-def test_sigterm_ends_a_daemon_that_is_still_starting(tmp_path):
-    command = [sys.executable, "-c", STARTING, "join", TICKET.encode(), "--home", str(tmp_path / "home")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().endswith("starting\n")
-        process.terminate()
-        _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (0, "")

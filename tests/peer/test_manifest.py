@@ -26,6 +26,7 @@ from peer.settings import (
     RunSettings,
     Settings,
 )
+from protocol.codecs import NAMES
 from protocol.identity import Identity, PeerId
 
 FOUNDER = Identity.from_seed(bytes(32))
@@ -58,7 +59,7 @@ settings = st.builds(
         clip=finite(0, 1e300, exclude_min=True),
     ),
     algorithm=st.builds(AlgorithmSettings, outer_momentum=finite(0, 1, exclude_max=True)),
-    round=st.builds(RoundSettings, grace=finite(0, 86400, exclude_min=True)),
+    round=st.builds(RoundSettings, grace=finite(0, 86400, exclude_min=True), codec=st.sampled_from(NAMES)),
     membership=memberships,
 )
 

@@ -17,13 +17,16 @@ from peer.reach import (
     is_loopback,
     isolation,
     read_book,
+    start_listening,
     tell_paths,
     write_book,
 )
 from protocol.endpoint import Endpoint
+from protocol.errors import AddressError
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
 from protocol.portmap import Mapping
+from protocol.tcp import TcpTransport
 from protocol.transport import Address
 
 OUTSIDE = Address("203.0.113.5", 40_000)
@@ -138,7 +141,7 @@ async def test_who_could_not_be_found_from_elsewhere_says_so(autojump_clock, eve
 
     await trio.sleep(3 * ISOLATION_PERIOD)
     (reason,) = told()
-    assert reason == f"{home} means this peer on its own network only, and no peer in reach relays for it"
+    assert reason == f"machines on its own network reach this peer at {home}; for others, no peer in reach relays"
     assert "start `shoal serve`" in describe(heard[-1])
     helper = Endpoint(Identity.from_seed(bytes([1]) * 32), network.transport("203.0.113.5"), rng=random.Random(1))
     with trio.CancelScope() as there:
@@ -153,6 +156,33 @@ async def test_who_could_not_be_found_from_elsewhere_says_so(autojump_clock, eve
     nursery.cancel_scope.cancel()
 
 
+async def listens_at(home, listen):
+    """The port of a peer of `home` that was told to listen there, for a moment."""
+    async with trio.open_nursery() as nursery:
+        endpoint = Endpoint(home.identity, TcpTransport(), rng=random.Random(0))
+        await start_listening(nursery, endpoint, home, listen)
+        port = endpoint.address.port
+        nursery.cancel_scope.cancel()
+    return port
+
+
+async def test_a_peer_that_is_started_again_listens_where_it_did(tmp_path):
+    home, anywhere = Home(tmp_path / "home"), Address("127.0.0.1", 0)
+    first = await listens_at(home, anywhere)
+    assert await listens_at(home, anywhere) == first
+    holder = await TcpTransport().listen(Address("127.0.0.1", first))
+    with pytest.raises(ExceptionGroup) as caught:
+        await listens_at(home, Address("127.0.0.1", first))  # its user insists
+    assert caught.group_contains(AddressError)
+    second = await listens_at(home, anywhere)
+    assert second != first
+    await holder.aclose()
+    assert await listens_at(home, Address("127.0.0.1", first)) == first
+    for nonsense in ("", "70000", "-1", "many"):
+        home.port.write_text(nonsense)
+        assert await listens_at(home, anywhere) > 0
+
+
 PRIVATE, PUBLIC = Address("10.0.0.7", 4000), Address("203.0.113.5", 4000)
 
 
@@ -163,7 +193,7 @@ PRIVATE, PUBLIC = Address("10.0.0.7", 4000), Address("203.0.113.5", 4000)
         ("private", PRIVATE, False, "others cannot connect"),
         ("private", PRIVATE, True, None),
         ("public", PRIVATE, False, None),
-        ("unknown", PRIVATE, False, "on its own network only"),
+        ("unknown", PRIVATE, False, "machines on its own network"),
         ("unknown", PUBLIC, False, None),
         ("unknown", Address("peer.example.org", 7), False, None),
     ],

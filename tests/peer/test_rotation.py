@@ -31,7 +31,7 @@ from protocol.transport import Address
 
 FOUNDER = Identity.from_seed(b"f" * 32)
 RUN, OLD, NEW = b"r" * 32, b"o" * 32, b"n" * 32
-ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
+ALICE, BOB, CAROL = (PeerId(letter * 32) for letter in (b"a", b"b", b"c"))
 ROTATION = KeyRotation.sign(FOUNDER, RUN, 3, NEW, [BOB, ALICE])
 
 key = st.binary(min_size=32, max_size=32)
@@ -75,8 +75,9 @@ def test_keys_are_not_shown():
 
 @pytest.mark.parametrize("recipients", [None, frozenset(), frozenset([ALICE, BOB])])
 @pytest.mark.parametrize("older", [None, OLD])
-def test_what_is_stored_comes_back(home, older, recipients):
-    stored = Stored(ROTATION, older, recipients)
+@pytest.mark.parametrize("until", [None, 1.5e9])
+def test_what_is_stored_comes_back(home, older, recipients, until):
+    stored = Stored(ROTATION, older, recipients, until)
     write_stored(home, stored)
     assert read_stored(home, RUN) == stored
     assert read_stored(home, OLD) is None  # it is of another run
@@ -117,9 +118,9 @@ def test_orders_are_numbered_and_keep_out_who_was_just_excluded(home):
     assert second.is_by(home.identity.public_key)
     assert stat.S_IMODE(home.rotation.stat().st_mode) == 0o600
     write_stored(home, Stored(second, OLD))
-    assert set(order_rotation(home, run).excluded) == {ALICE, BOB}  # it is under way
-    write_stored(home, Stored(read_order(home, run), None))
-    fourth = order_rotation(home, run)
+    assert set(order_rotation(home, run, [CAROL]).excluded) == {ALICE, BOB, CAROL}  # it is under way
+    write_stored(home, Stored(read_order(home, run), OLD))
+    fourth = order_rotation(home, run)  # they are out, and are admitted again
     assert (fourth.number, fourth.excluded) == (4, ())
     with pytest.raises(SettingsError, match="at most 64"):
         order_rotation(home, run, [PeerId(bytes([n]) * 32) for n in range(MAX_EXCLUDED + 1)])
@@ -156,6 +157,29 @@ def test_the_command_prints_a_fresh_ticket(home, shoal):
     assert "when this peer is started next" in result.stderr
     report = json.loads(shoal("rotate-key", "--json").stdout)
     assert (report["number"], Ticket.parse(report["ticket"], 0.0).key_number) == (2, 2)
+
+
+def test_the_printed_ticket_leaves_out_who_is_excluded(home, shoal):
+    manifest = founded(home)
+    bootstrap = tuple((peer, Address("192.0.2.7", 7070)) for peer in (ALICE, BOB))
+    home.ticket.write_text(Ticket(manifest.run_id, bootstrap, swarm_key=OLD).encode())
+    assert Ticket.parse(shoal("rotate-key", "--except", BOB).stdout, 0.0).bootstrap == bootstrap[:1]
+
+
+def test_the_command_says_who_is_out_and_who_may_come_again(home, shoal):
+    manifest = founded(home)
+    shoal("rotate-key", "--except", BOB)
+    result = shoal("rotate-key")  # nobody has followed that
+    assert f"excluded: {BOB}, by an earlier rotation" in result.stderr
+    assert "admitted again" not in result.stderr
+    write_stored(home, Stored(read_order(home, manifest.run_id), OLD))
+    result = shoal("rotate-key", "--except", ALICE)
+    assert f"excluded: {BOB}, by an earlier rotation" in result.stderr
+    write_stored(home, Stored(read_order(home, manifest.run_id), OLD))
+    result = shoal("rotate-key")
+    for name in (ALICE, BOB):
+        assert f"admitted again: {name}, with the new ticket" in result.stderr
+    assert "by an earlier" not in result.stderr
 
 
 def test_a_home_that_was_never_started_has_no_ticket_to_renew(home, shoal):

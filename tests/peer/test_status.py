@@ -6,9 +6,10 @@ import pytest
 import trio
 import trio.testing
 
-from peer.console import Console, describe, duration, member_lines, size, summary
+from peer.console import Console, describe, member_lines, size, summary
 from peer.events import EventLog
 from peer.status import MemberStatus, Status, StatusError, StatusFile, read_status, write_status
+from peer.text import duration
 
 ME = "m" * 52
 STORY = [
@@ -203,3 +204,10 @@ def test_strangers_cannot_write_to_the_terminal(log):
 )
 def test_sizes_for_people(count, text):
     assert size(count) == text
+
+
+def test_a_round_that_was_only_fetched_is_said_to_be(log):
+    said = []
+    log.subscribe(lambda event: said.append(describe(event)))
+    log.emit("round_committed", round=3, contributors=["a" * 52, "b" * 52], seconds=0.0, fetched=True)
+    assert said == ["round 3: fetched the work of 2 peers"]

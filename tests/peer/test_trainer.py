@@ -18,7 +18,7 @@ from peer.settings import (
     RunSettings,
     Settings,
 )
-from peer.trainer import Trainer, sample_text
+from peer.trainer import Trainer, default_threads, sample_text
 from protocol.errors import DataError, SettingsError
 from protocol.identity import PeerId
 
@@ -51,6 +51,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_threads_that_nobody_asked_for(monkeypatch):
+    large = ModelSettings(layers=8, width=512)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
+    assert (default_threads(ModelSettings()), default_threads(large)) == (1, 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")  # PyTorch has read it
+    assert (default_threads(ModelSettings()), default_threads(large)) == (6, 6)
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,7 @@ def test_after_completion_nothing_is_accepted():
         ({"revision": 2}, "another round"),
         ({"base": bytes([1] * 32)}, "another state"),
         ({"length": 5}, "another length"),
+        ({"codec": "int8"}, "another codec"),
         ({"weights": (1.0, 2.0, 1.0, 1.0)}, "another weight"),
         ({"members": (PEERS[0],), "weights": (1.0,)}, "does not include"),
     ],

@@ -507,6 +507,18 @@ def test_the_next_plan_takes_over_what_the_members_have():
     assert [(part.start, part.stop) for part in second.salvaged] == [(0, 1), (1, 2), (2, 3)]
 
 
+@pytest.mark.parametrize("heard", [NO_BALLOT, Ballot(1, 0, B)])
+def test_who_has_accepted_no_plan_holds_nothing(heard):
+    """Whatever it says: of attempts that never were, it could make up the contributors."""
+    table = Table(live=[US, A])
+    made_up = (Holding(Source(bytes([7] * 32), (A, D), (1.0, 1.0)), (Span(0, 3),)),)
+    table.ready(US)
+    table.core.ready(A, Candidate(1.0, 4, BASE, frozenset(), made_up), heard)
+    plan = sent(table.poll(), Propose)[US].plan
+    assert set(plan.members) == {US, A}
+    assert bool(plan.sources) == bool(plan.salvaged) == (heard != NO_BALLOT)
+
+
 def test_members_that_do_not_halt_are_waited_for_no_longer_than_reports():
     table = Table()
     first = table.start(US, A, B)

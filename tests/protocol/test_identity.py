@@ -1,5 +1,6 @@
 """Identities: ids, signatures, and the file that holds the key."""
 
+import errno
 import hashlib
 import os
 import stat
@@ -199,6 +200,16 @@ def test_folder_must_exist(tmp_path):
     with pytest.raises(IdentityError, match="cannot write identity file") as caught:
         Identity.load_or_create(tmp_path / "nowhere" / "key")
     assert caught.value.hint
+
+
+def test_a_full_disk_is_called_so(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(IdentityError, match="No space left") as caught:
+        Identity.load_or_create(tmp_path / "key")
+    assert "space" in caught.value.hint
 
 
 def test_lost_race_takes_the_winner(tmp_path, monkeypatch):

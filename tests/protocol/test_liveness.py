@@ -114,6 +114,22 @@ def test_patience_shrinks_when_the_way_is_short_again():
     assert heart.patience == 4.0
 
 
+def test_the_time_that_the_handshake_took_is_forgotten_with_the_first_answer():
+    """The other side may have been stopped when it was asked."""
+    heart = pulse(9.0)
+    assert heart.patience > 20
+    answer(heart, [0.02] * 2)
+    assert heart.rtt == pytest.approx(0.02)
+    assert heart.patience == 4.0
+
+
+@pytest.mark.parametrize("stop", [3.9, 10])
+def test_answers_that_were_late_because_the_other_side_was_stopped_are_soon_forgotten(stop):
+    heart = pulse()
+    answer(heart, [0.02] * 10 + [stop - count for count in range(round(stop))] + [0.02] * 13)
+    assert heart.patience < 6
+
+
 def test_after_a_stop_silence_is_counted_from_then_on_at_the_latest():
     """Something had been waiting to be read, and was, before it was noticed that this process had been stopped."""
     heart = pulse()
@@ -246,6 +262,29 @@ async def test_the_dead_are_noticed(start, network, autojump_clock, latency, lea
     await trio.sleep(120)
     for seconds in await silence_noticed(a, b, network):
         assert least <= seconds <= most
+
+
+async def test_the_dead_are_noticed_soon_after_an_earlier_stall(start, network, autojump_clock):
+    """A connection that was made while the other side slept says nothing about the way there."""
+    a, b = await start(1), await start(2)
+    await a.endpoint.connect(b.peer)
+    await trio.sleep(10)
+    with a.endpoint.watch() as events:
+        network.stall("host2")
+        assert isinstance(await events.receive(), PeerLost)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.endpoint.connect, b.peer)
+            await trio.sleep(6)
+            network.resume("host2")
+        assert a.endpoint.statistics(b.peer).rtt > 5
+        await trio.sleep(12)
+        assert a.endpoint.is_connected(b.peer)
+        assert a.endpoint.statistics(b.peer).rtt == pytest.approx(0.02, rel=0.05)
+    network.stall("host2")
+    with a.endpoint.watch() as events, trio.fail_after(6):
+        event = await events.receive()
+        assert isinstance(event, PeerLost)
+        assert "silent for 4 s" in event.reason
 
 
 async def test_a_long_way_may_be_interrupted_for_longer(start, network, autojump_clock):

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from protocol.identity import PeerId
 from protocol.plan import Plan, Salvaged, Source
-from protocol.ring import Ring, Schedule, partition, reference, vector_bytes
+from protocol.reduction import partition
+from protocol.ring import Ring, Schedule, reference
 from protocol.round_messages import Halted
 from protocol.salvage import MAX_HOLDINGS, Holding, merged, salvage
+from protocol.vectors import vector_bytes
 from protocol.wire import encode
 
 
@@ -39,22 +41,22 @@ def run_ring(plan: Plan, inputs: list[torch.Tensor], piece: int, order) -> list[
     sent = [0] * size
     wires: list[list[bytes]] = [[] for _ in range(size)]  # from place i to i + 1
     while True:
-        moves = [("send", place) for place in range(size) if sent[place] < rings[place].sendable]
+        moves = [("send", place) for place in range(size) if sent[place] < rings[place].sendable((place + 1) % size)]
         moves += [("receive", place) for place in range(size) if wires[place - 1]]
         if not moves:
             break
         kind, place = order(moves)
-        ring = rings[place]
+        ring, left, right = rings[place], (place - 1) % size, (place + 1) % size
         if kind == "send":
-            wires[place].append(bytes(ring.segment(sent[place])))
+            wires[place].append(bytes(ring.segment(right, sent[place])))
             sent[place] += 1
         else:
-            data, target = wires[place - 1].pop(0), ring.target()
+            data, target = wires[place - 1].pop(0), ring.target(left)
             assert len(data) == len(target)
             target[:] = data
-            ring.filled()
+            ring.filled(left)
     assert all(ring.complete for ring in rings)
-    assert sent == [ring.outgoing for ring in rings]
+    assert all(count == ring.outgoing(sink) for count, ring in zip(sent, rings, strict=True) for sink in ring.sinks)
     return [ring.mean for ring in rings]
 
 
@@ -172,19 +174,20 @@ def interrupted(plan, inputs, kept, piece, random, steps):
         peer: Ring(plan, place, inputs[peer], previous=kept.get(peer), piece=piece)
         for place, peer in enumerate(plan.members)
     }
-    line, sent, wires = list(rings.values()), [0] * len(rings), [[] for _ in rings]
+    line, sent, wires, size = list(rings.values()), [0] * len(rings), [[] for _ in rings], len(rings)
     for _ in range(steps if steps < 150 else 10**6):
-        moves = [("send", place) for place in range(len(line)) if sent[place] < line[place].sendable]
-        moves += [("receive", place) for place in range(len(line)) if wires[place - 1]]
+        moves = [("send", place) for place in range(size) if sent[place] < line[place].sendable((place + 1) % size)]
+        moves += [("receive", place) for place in range(size) if wires[place - 1]]
         if not moves:
             break
         kind, place = random.choice(moves)
         if kind == "send":
-            wires[place].append(bytes(line[place].segment(sent[place])))
+            wires[place].append(bytes(line[place].segment((place + 1) % size, sent[place])))
             sent[place] += 1
         else:
-            line[place].target()[:] = wires[place - 1].pop(0)
-            line[place].filled()
+            left = (place - 1) % size
+            line[place].target(left)[:] = wires[left].pop(0)
+            line[place].filled(left)
     return rings
 
 
@@ -198,19 +201,20 @@ def test_only_what_is_missing_is_sent_again():
     rings = {peer: Ring(plan, place, inputs[peer], piece=2) for place, peer in enumerate(plan.members)}
     line = list(rings.values())
     for number in range(3):
-        data = [bytes(ring.segment(number)) for ring in line]
+        data = [bytes(ring.segment(*ring.sinks, number)) for ring in line]
         for place, ring in enumerate(line):
-            ring.target()[:] = data[place - 1]
-            ring.filled()
+            ring.target(*ring.sources)[:] = data[place - 1]
+            ring.filled(*ring.sources)
     survivors = plan.members[:2]
     sources, salvaged = salvage(survivors, {peer: rings[peer].holdings() for peer in survivors}, 6)
     assert [(part.start, part.stop, part.holders) for part in salvaged] == [(0, 2, (0,)), (2, 4, (0, 1)), (4, 5, (1,))]
     second = attrs.evolve(plan, attempt=2, members=survivors, weights=(1.0, 1.0), sources=sources, salvaged=salvaged)
     third = [Ring(second, place, inputs[peer], previous=rings[peer], piece=2) for place, peer in enumerate(survivors)]
     for ring in third:
-        sent = [ring.segment(number).nbytes // 4 for number in range(ring.outgoing)]
+        (sink,), (source,) = ring.sinks, ring.sources
+        sent = [ring.segment(sink, number).nbytes // 4 for number in range(ring.outgoing(sink))]
         assert sorted(sent) in ([1, 1], [1, 2])  # what the other lacks, and the element that is always reduced anew
-        assert ring.incoming == 2
+        assert ring.incoming(source) == 2
 
 
 def test_nobody_completes_a_plan_that_somebody_has_not_accepted():
@@ -234,13 +238,13 @@ def test_nobody_completes_a_plan_that_somebody_has_not_accepted():
         for place in [0, 1, 2] * 20:
             if place == absent:
                 continue
-            ring = line[place]
-            while sent[place] < ring.sendable:
-                wires[place].append(bytes(ring.segment(sent[place])))
+            ring, right, left = line[place], (place + 1) % 3, (place - 1) % 3
+            while sent[place] < ring.sendable(right):
+                wires[place].append(bytes(ring.segment(right, sent[place])))
                 sent[place] += 1
-            while wires[place - 1]:
-                ring.target()[:] = wires[place - 1].pop(0)
-                ring.filled()
+            while wires[left]:
+                ring.target(left)[:] = wires[left].pop(0)
+                ring.filled(left)
         assert not any(ring.complete for ring in line)
 
 
@@ -283,7 +287,7 @@ def test_alone_the_mean_is_the_values():
     plan = make_plan([0.3], 4)
     ring = Ring(plan, 0, values)
     assert ring.complete
-    assert not ring.outgoing
+    assert not ring.sinks
     assert bytes(vector_bytes(ring.mean)) == bytes(vector_bytes(values))
     assert ring.mean.data_ptr() != values.data_ptr()
 

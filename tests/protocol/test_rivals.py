@@ -10,7 +10,7 @@ import trio
 from protocol import wire
 from protocol.channel import handshake
 from protocol.endpoint import Limits, PathChanged, PeerConnected, PeerLost
-from protocol.errors import IdentityInUse, PeerUnreachable, RequestRefused
+from protocol.errors import IdentityInUse, PeerGone, PeerUnreachable, RequestRefused
 from protocol.frames import IN_USE, Kind, pack
 from protocol.hello import Hello
 from protocol.identity import Identity
@@ -53,14 +53,14 @@ async def test_who_is_there_stays_and_the_copy_learns_why_it_cannot(start, start
         copy = await start_copy()
         with copy.endpoint.watch() as events:
             for other in (b, c):
-                with pytest.raises(IdentityInUse, match="another daemon with this identity is connected, from host1"):
+                with pytest.raises(PeerGone, match="another daemon with this identity is connected, from host1"):
                     await copy.endpoint.request(other.peer, Echo(""), Echo)
             happened = drain(events)
         assert copy.endpoint.in_use is not None
         began = trio.current_time()
         while copy.error is None:  # it goes on trying, as daemons do
             await trio.sleep(0.5)
-            with pytest.raises((IdentityInUse, PeerUnreachable)):
+            with pytest.raises((PeerGone, PeerUnreachable)):
                 await copy.endpoint.request(b.peer, Echo(""), Echo)
         assert trio.current_time() - began < PATIENCE + 1
         assert b.peer.short in str(copy.error) or c.peer.short in str(copy.error)
@@ -88,7 +88,7 @@ async def test_one_that_died_in_silence_is_replaced_within_two_heartbeats(start,
         network.resume("host1")  # it was only asleep, and finds its place taken
         await trio.sleep(1)
         assert not a.endpoint.is_connected(b.peer)
-        with pytest.raises(IdentityInUse, match="from copy"):
+        with pytest.raises(PeerGone, match="from copy"):
             await a.endpoint.request(b.peer, Echo(""), Echo)
         await a.stopped.wait()
         assert isinstance(a.error, IdentityInUse)
@@ -130,13 +130,13 @@ async def test_one_that_takes_the_copy_in_is_enough(start, start_copy, autojump_
     copy = await start_copy()
     await copy.endpoint.request(c.peer, Echo(""), Echo)
     for _ in range(10):
-        with pytest.raises(IdentityInUse):
+        with pytest.raises(PeerGone):
             await copy.endpoint.request(b.peer, Echo(""), Echo)
         await trio.sleep(3)
     assert copy.endpoint.in_use is None
     assert await copy.endpoint.request(c.peer, Echo(""), Echo) == Echo("!")
     await c.stop()  # now there is only the one that refuses
-    with pytest.raises(IdentityInUse):
+    with pytest.raises(PeerGone):
         await copy.endpoint.request(b.peer, Echo(""), Echo)
     await copy.stopped.wait()
     assert isinstance(copy.error, IdentityInUse)
@@ -152,7 +152,7 @@ async def test_a_copy_is_refused_over_a_relay_too(start, start_copy, network, au
     assert b.endpoint.path(a.peer) == "relayed"
     with b.endpoint.watch() as events:
         copy = await start_copy()
-        with pytest.raises(IdentityInUse, match="through a relay"):
+        with pytest.raises(PeerGone, match="through a relay"):
             await copy.endpoint.request(b.peer, Echo(""), Echo)
         await trio.sleep(30)
         assert drain(events) == []
@@ -201,7 +201,12 @@ async def test_nobody_but_a_copy_can_say_that_there_is_one(start, network, autoj
     ):
         stream = await network.transport("liar").dial(a.endpoint.address)
         channel = await handshake(stream, liar, initiator=True, features=wire.encode(Hello(bytes(8), 1, 0)))
-        await channel.send(pack(Kind.GOODBYE, IN_USE, 0, evidence + b"there is another one"))
+        await trio.sleep(1)
+        async with a.endpoint.open(liar.peer_id, Echo("")) as opened:
+            await channel.send(pack(Kind.GOODBYE, IN_USE, 0, evidence + b"there is another one"))
+            with pytest.raises(PeerGone, match="there is another one") as caught:
+                await opened.receive(Echo)
+        assert caught.type is PeerGone
         await trio.sleep(2 * PATIENCE)
         await channel.aclose()
         assert a.endpoint.in_use is None

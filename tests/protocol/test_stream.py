@@ -8,10 +8,13 @@ import trio
 
 from protocol.connection import Limits
 from protocol.errors import (
+    MessageTooLong,
+    RequestRefused,
     StreamEnded,
     StreamReset,
 )
 from protocol.mux_stream import INITIAL_WINDOW
+from protocol.wire import MAX_MESSAGE
 from tests.protocol.messages import Blob, Count, Echo, Number, echo
 
 KEY = bytes(range(32))
@@ -37,6 +40,25 @@ async def test_conversation(start, autojump_clock):
         await stream.finish()
         with pytest.raises(StreamEnded):
             await stream.receive(Number)
+
+
+async def test_a_message_that_is_too_long_is_not_sent_and_does_no_harm(start, autojump_clock):
+    async def talk(request, stream):
+        with pytest.raises(MessageTooLong):
+            await stream.send(Echo("x" * MAX_MESSAGE))
+        await stream.send(Echo("short"))
+        await stream.receive(Number)
+        return Echo("x" * MAX_MESSAGE)
+
+    a, b = await start(1), await start(2, handlers=[(Count, talk)])
+    with pytest.raises(MessageTooLong):
+        await a.endpoint.request(b.peer, Echo("x" * MAX_MESSAGE), Echo)
+    async with a.endpoint.open(b.peer, Count(0)) as stream:
+        assert await stream.receive(Echo) == Echo("short")
+        await stream.send(Number(1))
+        with pytest.raises(RequestRefused, match="cannot encode"):
+            await stream.receive(Echo)
+    assert a.endpoint.is_connected(b.peer)
 
 
 async def test_raw_bytes_between_messages(start, autojump_clock):

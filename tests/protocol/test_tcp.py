@@ -62,6 +62,12 @@ async def test_addresses_that_are_not_ours_cannot_be_listened_on(host):
         await TcpTransport().listen(Address(host, 0))
 
 
+async def test_the_address_of_another_machine_comes_with_a_hint():
+    with pytest.raises(AddressError) as caught:
+        await TcpTransport().listen(Address("203.0.113.7", 0))
+    assert "listen on 0.0.0.0" in caught.value.hint
+
+
 async def test_a_busy_port_comes_with_a_hint():
     async with aclosing(await TcpTransport().listen(Address("127.0.0.1", 0))) as listener:
         with pytest.raises(AddressError) as caught:

@@ -15,6 +15,7 @@ from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding, Span
 from protocol.transfer import RingInbox, Transfer
+from protocol.vectors import VectorPool
 
 A, B = (PeerId(bytes([number]) * 32) for number in (1, 2))
 PLAN = Plan(
@@ -67,7 +68,13 @@ class Leaving:
 
 def begin(plan, inbox, previous=None):
     return Transfer(
-        plan, torch.ones(plan.length), endpoint=Leaving(), inbox=inbox, times=RoundTimes(), previous=previous
+        plan,
+        torch.ones(plan.length),
+        endpoint=Leaving(),
+        inbox=inbox,
+        times=RoundTimes(),
+        memory=VectorPool(),
+        previous=previous,
     )
 
 
@@ -112,7 +119,8 @@ async def test_what_is_being_overwritten_is_not_held(autojump_clock, monkeypatch
     monkeypatch.setattr(ring, "holdings", lambda: held, raising=False)
     first._ring = ring
     first.abort()
-    second = begin(attrs.evolve(PLAN, attempt=2), RingInbox(PLAN.run, PLAN.tag, patience=1.0), first)
+    alone = attrs.evolve(PLAN, attempt=2, members=(A,), weights=(1.0,))  # which copies all values at once
+    second = begin(alone, RingInbox(PLAN.run, PLAN.tag, patience=1.0), first)
     third = attrs.evolve(PLAN, attempt=3, sources=(SOURCE,), salvaged=(Salvaged(0, 2, 0, (0,)),))
     told = []
 

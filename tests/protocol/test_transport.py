@@ -78,6 +78,17 @@ def test_ports_are_checked(port):
         Address("host", port)
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *(("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True)),
+        *(("192.0.2.7", False), ("10.0.0.1", False), ("::", False), ("example.org", False), ("fe80::1%lo", False)),
+    ],
+)
+def test_which_addresses_lead_nowhere_else(host, expected):
+    assert Address(host, 1).is_loopback is expected
+
+
 def test_hosts_are_text():
     with pytest.raises(AddressError, match="host is text"):
         Address(b"host", 1)

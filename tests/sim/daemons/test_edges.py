@@ -17,7 +17,7 @@ from peer.settings import LimitSettings, MembershipSettings
 from peer.sync import DescribeRequest, RangeRequest
 from peer.trainer import Trainer
 from protocol.endpoint import Endpoint
-from protocol.errors import DataError, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import DataError, PeerUnreachable, RequestRefused, SettingsError, ShoalError
 from protocol.identity import Identity
 from protocol.plan import NO_BALLOT
 from protocol.round_messages import FetchResult, Ready
@@ -287,6 +287,12 @@ async def test_the_ticket_of_a_peer_that_listens_everywhere(autojump_clock, simu
         b = await simulated_swarm.start("b")
         await b.ended.wait()
     assert len(b.events("round_committed")[-1]["contributors"]) == 2
+
+
+async def test_a_model_that_needs_more_memory_than_is_allowed(autojump_clock, simulated_swarm):
+    _, config = simulated_swarm.prepare("a", max_memory=1000)
+    with pytest.raises(SettingsError, match=r"needs about .* kB, and --max-memory allows 1\.0 kB"):
+        await peer.daemon.run_daemon(config, transport=simulated_swarm.network.transport("a"))
 
 
 async def test_errors_come_plain(autojump_clock, simulated_swarm):

@@ -67,6 +67,13 @@ def rotate(swarm, name="a", excluded=()):
     return order_rotation(swarm.home(name), swarm.ticket.run_id, excluded)
 
 
+async def expendable(swarm, name):
+    """A peer that may end with an error."""
+    peer = swarm.launch(name)
+    await peer.until(lambda: peer.events("started"))
+    return peer
+
+
 async def refused(swarm, name, **options):
     """The error with which a peer ends that is not let in."""
     peer, config = swarm.prepare(name, **options)
@@ -142,22 +149,70 @@ async def test_a_member_that_loses_its_connection_meanwhile_still_gets_the_key(a
         swarm.leave(name)
 
 
-async def test_a_member_that_is_cut_off_for_too_long_is_told_what_to_do(autojump_clock, swarm):
+async def test_a_member_that_is_cut_off_for_too_long_ends_and_is_told_what_to_do(autojump_clock, swarm):
     with trio.fail_after(LIMIT):
-        a, b, c = [await swarm.start(name) for name in "abc"]
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
+        await together([a, b, c])
+        swarm.network.partition(["c"], ["a", "b"])
+        rotation = rotate(swarm)
+        await retired([a, b], 0)
+        swarm.network.heal()
+        await c.ended.wait()
+        assert isinstance(c.error, WrongSwarmKey)
+        assert "fresh ticket" in c.error.hint
+        assert len(c.events("rejected")) == 2  # once for each of the others
+        c = await swarm.start("c", ticket=fresh(swarm, rotation))
+        await together([a, b, c])
+    for name in "abc":
+        swarm.leave(name)
+
+
+async def test_of_two_with_different_keys_the_one_that_is_behind_ends(autojump_clock, swarm):
+    """Even the founder is gone, and nobody else could say who of them is right."""
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        b, c = [await expendable(swarm, name) for name in "bc"]
         await together([a, b, c])
         swarm.network.partition(["c"], ["a", "b"])
         rotate(swarm)
         await retired([a, b], 0)
+        swarm.leave("a")
+        await a.ended.wait()
         swarm.network.heal()
-        await c.until(lambda: c.events("rejected"))
-        told = c.events("rejected")[0]
-        assert "another swarm key" in told["reason"]
-        assert "fresh ticket" in told["hint"]
-        await trio.sleep(60)
-        assert len(c.events("rejected")) <= 2  # once for each of the others
+        await c.ended.wait()
+        await b.until(lambda: b.events("rejected"))
+        await trio.sleep(100)
+        assert not b.ended.is_set()
+    swarm.leave("b")
+
+
+async def test_one_member_alone_can_expel_nobody(autojump_clock, swarm, insider):
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        b = await expendable(swarm, "b")
         await together([a, b])
-    for name in "abc":
+        liar, endpoint = await insider("liar", swarm.ticket.swarm_key)
+        said = trio.Event()
+
+        async def refuse(hello, stream):
+            if stream.peer == b.id:
+                said.set()
+            raise RequestRefused("you were excluded", code="not_allowed")
+
+        endpoint.handle(Hello, refuse)
+        for peer in (a, b):
+            endpoint.learn(peer.id, Address(peer.name, 4000))
+            status = StatusClaim(0, None, False)
+            await endpoint.request(peer.id, Hello(swarm.ticket.run_id, status), Welcome)
+        await said.wait()
+        await trio.sleep(100)
+        assert not b.ended.is_set()
+        swarm.network.partition(["a"], ["b"])  # the founder cannot be expelled, whatever is said to it
+        await a.until(lambda: any(e["peer"] == str(liar.peer_id) for e in a.events("rejected")))
+        await trio.sleep(100)
+        assert not a.ended.is_set()
+    for name in "ab":
         swarm.leave(name)
 
 
@@ -178,6 +233,22 @@ async def test_restarts_use_the_newest_key(autojump_clock, swarm):
         await together([a, b, c])
     for name in "abc":
         swarm.leave(name)
+
+
+async def test_restarts_do_not_prolong_what_the_old_key_is_good_for(autojump_clock, swarm):
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        rotate(swarm)
+        await rotated([a], 1)
+        end = a.events("key_rotated")[0]["t"] + keys.GRACE
+        for _ in range(2):
+            await trio.sleep(40)
+            swarm.leave("a")
+            await a.ended.wait()
+            a = await swarm.start("a")
+        await retired([a], 0)
+        assert end <= a.events("key_retired")[0]["t"] <= end + keys.PERIOD
+    swarm.leave("a")
 
 
 async def test_a_rotation_that_is_ordered_while_the_founder_is_away(autojump_clock, swarm):
@@ -202,7 +273,8 @@ async def test_a_rotation_that_is_ordered_while_the_founder_is_away(autojump_clo
 
 async def test_an_excluded_member_is_out(autojump_clock, swarm):
     with trio.fail_after(LIMIT):
-        a, b, c = [await swarm.start(name) for name in "abc"]
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
         await together([a, b, c])
         rotate(swarm, excluded=[c.id])
         await rotated([a, b], 1)
@@ -210,13 +282,14 @@ async def test_an_excluded_member_is_out(autojump_clock, swarm):
         assert any("excluded" in event["reason"] for event in c.events("peer_lost"))
         await c.until(lambda: c.events("rejected"))
         assert "excluded" in c.events("rejected")[0]["reason"]
+        await c.ended.wait()
+        assert isinstance(c.error, RequestRefused)
+        assert "excluded" in str(c.error)
+        assert list(c.home.checkpoints.iterdir())
         await retired([a, b], 0)
         await together([a, b])
-        await trio.sleep(60)
         assert not c.events("key_rotated")
         # It may not even come back with somebody else's ticket, but for another identity.
-        swarm.leave("c")
-        await c.ended.wait()
         error = await refused(swarm, "c", ticket=fresh(swarm, read_stored(a.home, swarm.ticket.run_id).rotation))
         assert isinstance(error, RequestRefused)
         assert "excluded" in str(error)
@@ -224,14 +297,34 @@ async def test_an_excluded_member_is_out(autojump_clock, swarm):
         swarm.leave(name)
 
 
+async def test_tickets_name_members_where_they_are_and_nobody_who_is_excluded(autojump_clock, swarm):
+    tickets = []
+    with trio.fail_after(LIMIT):
+        a = await swarm.start("a")
+        c = await expendable(swarm, "c")
+        moved = await swarm.start("moved")
+        gone = ((moved.id, Address("nowhere", 4000)), (c.id, Address("c", 4000)))
+        old = attrs.evolve(swarm.ticket, bootstrap=(*gone, *swarm.ticket.bootstrap))
+        b = await swarm.start("b", ticket=old, on_ticket=tickets.append)
+        await together([a, b, c, moved])
+        rotate(swarm, excluded=[c.id])
+        await rotated([b], 1)
+        assert dict(tickets[-1].bootstrap) == {peer.id: Address(peer.name, 4000) for peer in (a, b, moved)}
+        assert tickets[-1].bootstrap[0][0] == b.id
+    for name in ("a", "b", "c", "moved"):
+        swarm.leave(name)
+
+
 async def test_two_rotations_in_a_row(autojump_clock, swarm):
     with trio.fail_after(LIMIT):
-        a, b, c = [await swarm.start(name) for name in "abc"]
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
         await together([a, b, c])
         rotate(swarm, excluded=[c.id])
         await rotated([a, b], 1)
-        rotation = rotate(swarm)  # who was excluded a moment ago still is
-        assert rotation.excluded == (c.id,)
+        other = swarm.home("other").identity.peer_id
+        rotation = rotate(swarm, excluded=[other])  # who was excluded a moment ago still is
+        assert set(rotation.excluded) == {c.id, other}
         await rotated([a, b], 2)
         await together([a, b])
         await retired([a, b], 1)
@@ -240,6 +333,23 @@ async def test_two_rotations_in_a_row(autojump_clock, swarm):
         await rotated([a, b], 3)
         await together([a, b])
         assert not c.events("key_rotated")
+    for name in "abc":
+        swarm.leave(name)
+
+
+async def test_who_was_excluded_is_admitted_again(autojump_clock, swarm):
+    with trio.fail_after(LIMIT):
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
+        await together([a, b, c])
+        rotate(swarm, excluded=[c.id])
+        await rotated([a, b], 1)
+        await c.ended.wait()
+        rotation = rotate(swarm)
+        await rotated([a, b], 2)
+        assert not a.events("key_retired")  # a moment after it was excluded
+        c = await swarm.start("c", ticket=fresh(swarm, rotation))
+        await together([a, b, c])
     for name in "abc":
         swarm.leave(name)
 
@@ -288,7 +398,8 @@ async def test_only_the_founder_can_rotate(autojump_clock, swarm, insider):
 async def test_who_is_excluded_cannot_come_back_by_another_name(autojump_clock, swarm, insider):
     """It learns of the rotation as it is disconnected, while a member that is missing may still come back."""
     with trio.fail_after(LIMIT):
-        a, b, c = [await swarm.start(name) for name in "abc"]
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
         await together([a, b, c])
         _, other = await insider("other", swarm.ticket.swarm_key)
         other.learn(a.id, Address("a", 4000))
@@ -304,6 +415,51 @@ async def test_who_is_excluded_cannot_come_back_by_another_name(autojump_clock, 
         await rotated([b], 1)
         assert read_stored(a.home, swarm.ticket.run_id).recipients == {b.id}
     for name in "abc":
+        swarm.leave(name)
+
+
+async def test_who_is_excluded_is_told_when_the_others_know(autojump_clock, swarm):
+    with trio.fail_after(LIMIT):
+        a, b = [await swarm.start(name) for name in "ab"]
+        c = await expendable(swarm, "c")
+        await together([a, b, c])
+        swarm.network.set_link("a", "b", latency=2.0)
+        rotate(swarm, excluded=[c.id])
+        await c.until(lambda: any("excluded" in event["reason"] for event in c.events("peer_lost")))
+        assert b.events("key_rotated")
+    for name in "abc":
+        swarm.leave(name)
+
+
+async def test_one_that_does_not_answer_holds_up_nobody(autojump_clock, swarm, insider):
+    with trio.fail_after(LIMIT):
+        a, b = [await swarm.start(name) for name in "ab"]
+        await together([a, b])
+        _, silent = await insider("silent", swarm.ticket.swarm_key)
+        asked, first = [], trio.Event()
+
+        async def welcome(hello, stream):
+            return Welcome(StatusClaim(0, None, False), ())
+
+        async def keep_waiting(rotation, stream):
+            asked.append(stream.peer)
+            first.set()
+            await trio.sleep_forever()
+
+        silent.handle(Hello, welcome)
+        silent.handle(KeyRotation, keep_waiting)
+        silent.learn(a.id, Address("a", 4000))
+        await silent.request(a.id, Hello(swarm.ticket.run_id, StatusClaim(0, None, False)), Welcome)
+        swarm.network.set_link("a", "b", latency=2.0)
+        rotate(swarm)
+        await first.wait()
+        swarm.kill("b")
+        await b.ended.wait()
+        swarm.network.set_link("a", "b", latency=0.02)
+        b = await swarm.start("b")
+        await rotated([b], 1)
+        assert asked == [a.id]
+    for name in "ab":
         swarm.leave(name)
 
 

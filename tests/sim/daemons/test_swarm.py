@@ -1,6 +1,7 @@
 """Whole daemons on simulated time: what is promised when peers come, go, stall, and lose sight of each other."""
 
 import attrs
+import pytest
 import trio
 
 LIMIT = 600  # simulated seconds; nothing here takes half as long unless it hangs
@@ -39,6 +40,19 @@ async def test_peers_make_rounds_together_and_end_with_the_same_bits(autojump_cl
     losses = [[e["loss"] for e in peer.events("validation")][-1] for peer in peers]
     assert len(set(losses)) == 1
     assert all(peer.events("stopped")[0]["reason"] == "finished" for peer in peers)
+
+
+@pytest.mark.parametrize("codec", ["int8", "e3m0"])
+async def test_a_run_whose_manifest_names_a_codec_trains_with_it(autojump_clock, simulated_swarm, codec):
+    settings = simulated_swarm.settings
+    simulated_swarm.settings = attrs.evolve(settings, round=attrs.evolve(settings.round, codec=codec))
+    with trio.fail_after(LIMIT):
+        peers = [await simulated_swarm.start(name) for name in "abc"]
+        for peer in peers:
+            await peer.ended.wait()
+    assert 6 in agree(*peers)
+    losses = [event["loss"] for event in peers[0].events("validation")]
+    assert losses[-1] < losses[0]
 
 
 async def test_the_others_go_on_when_any_peer_dies_also_the_founder(autojump_clock, simulated_swarm):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import trio
 
+from protocol.codecs import CodecName, make_codec
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
@@ -20,11 +21,12 @@ from protocol.identity import Identity, PeerId
 from protocol.member import Work
 from protocol.memory import MemoryNetwork
 from protocol.plan import Plan
-from protocol.ring import reference, vector_bytes
+from protocol.ring import reference
 from protocol.round_messages import RingData
 from protocol.rounds import RoundEvent, Rounds
 from protocol.transfer import Transfer
 from protocol.transport import Address
+from protocol.vectors import vector_bytes
 
 RUN = hashlib.sha256(b"a simulated run").digest()
 FOUNDED = bytes(32)
@@ -69,6 +71,7 @@ class Peer:
             settings=swarm.times,
             roster=self,
             report=self._report,
+            codec=swarm.codec,
         )
         self._begin, self.rounds._begin = self.rounds._begin, self._note
         self.revision = 0
@@ -103,6 +106,7 @@ class Peer:
     def _note(self, plan: Plan, work: Work) -> Transfer:
         """Begins an attempt, as the peer would, and remembers the plan: others may salvage from it."""
         self.swarm.plans[plan.id] = plan
+        self.swarm.brought[plan.revision, plan.base, self.id] = work
         return self._begin(plan, work)
 
     def values(self, revision: int) -> torch.Tensor:
@@ -205,6 +209,7 @@ class Peer:
                 endpoint=self.endpoint,
                 inbox=self.rounds._inbox,
                 times=self.swarm.times,
+                memory=self.rounds._vectors,
                 previous=work.last,
             )
 
@@ -258,8 +263,9 @@ class Swarm:
         latency: float = 0.05,
         bandwidth: float | None = None,
         times: RoundTimes = TIMES,
+        codec: CodecName = "fp32",
     ) -> None:
-        self.run_id = RUN
+        self.run_id, self.codec = RUN, codec
         self.seed, self.length, self.times = seed, length, times
         self.network = MemoryNetwork(latency=latency, bandwidth=bandwidth)
         self.begin = trio.Event()
@@ -268,6 +274,8 @@ class Swarm:
         self.peers: list[Peer] = [Peer(self, number) for number in range(count)]
         self.plans: dict[bytes, Plan] = {}
         """All that anybody has carried out, by id."""
+        self.brought: dict[tuple[int, bytes, PeerId], Work] = {}
+        """What everybody has brought to the rounds of each branch."""
         self.last: int | None = None
         """The last revision that peers make; afterwards they rest."""
 
@@ -325,10 +333,19 @@ class Swarm:
         for peer in self.peers:
             for revision, reduced in peer.results.items():
                 assert reduced.plan.revision == revision
-                inputs = {member.id: member.values(revision) for member in self.peers}
+                inputs = {member.id: self._input(member, reduced.plan) for member in self.peers}
                 expected = reference(reduced.plan, inputs, self.plans)
                 assert bits(reduced.mean) == bits(expected), "not the mean of its contributors"
         self._check_agreement()
+
+    def _input(self, peer: Peer, plan: Plan) -> torch.Tensor:
+        """A peer's values; with a lossy codec, what it has sent means: to encode that again changes nothing."""
+        work = self.brought.get((plan.revision, plan.base, peer.id))
+        if self.codec == "fp32" or work is None:
+            return peer.values(plan.revision)
+        values = torch.zeros(self.length)
+        make_codec(self.codec).decode(work.encoded, values)
+        return values
 
     def _check_agreement(self) -> None:
         """Different results of one round on one branch: only where the later plan excludes the earlier's holder."""

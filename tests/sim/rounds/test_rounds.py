@@ -34,6 +34,20 @@ async def test_all_take_part_and_agree(autojump_clock, swarm_of, count):
         swarm.check()
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("codec", "most"), [("bf16", 0.51), ("int8", 0.27), ("int4", 0.14), ("e3m0", 0.14)])
+async def test_lossy_codecs_send_less_and_all_agree(autojump_clock, swarm_of, count, codec, most):
+    async with swarm_of(count, length=20_000, codec=codec) as swarm:
+        await swarm.progress(3, within=60)
+        for revision in (1, 2, 3):
+            results = [peer.results[revision] for peer in swarm.peers]
+            assert {result.plan.codec for result in results} == {codec}
+            assert {result.attempts for result in results} == {1}
+            assert all(result.bytes_sent <= most * 4 * 20_000 * 2 * (count - 1) / count for result in results)
+        assert len({peer.chain[3] for peer in swarm.peers}) == 1
+        swarm.check()
+
+
 @pytest.mark.parametrize("phase", range(0, 24, 2))
 @pytest.mark.parametrize("victim", RUN_ORDER)
 async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):

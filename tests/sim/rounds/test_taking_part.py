@@ -11,7 +11,7 @@ import trio
 
 from protocol.errors import Behind, Fork, RequestRefused, ShoalError
 from protocol.plan import coordinators
-from protocol.ring import vector_bytes
+from protocol.vectors import vector_bytes
 
 OTHER = bytes([7] * 32)
 

@@ -1,0 +1,63 @@
+"""What a peer brings to the rounds of a run: checked, and as the run's codec writes it."""
+
+from __future__ import annotations
+
+import torch
+import trio
+
+from protocol.codecs import CodecName, ErrorFeedback, NotFinite, make_codec
+from protocol.vectors import all_finite
+
+_AT_ONCE = 1 << 20
+"""Elements that are looked at, or encoded, without a break: a few milliseconds at most, less than a thread is worth."""
+
+
+class Contributor:
+    """Encodes one peer's values, round after round, and remembers what was left out."""
+
+    def __init__(self, codec: CodecName) -> None:
+        self._codec = codec
+        self._feedback: ErrorFeedback | None = None
+        self._length = 0
+
+    async def encode(self, values: torch.Tensor) -> bytearray:
+        """The bytes of a round's values, for all attempts at it; none for fp32, which is sent as it is.
+
+        Raises:
+            NotFinite: They are not finite numbers, or not with what was left out so far.
+        """
+        if not await is_finite(values):
+            raise NotFinite("the values are not finite")
+        if self._codec == "fp32":
+            return bytearray()
+        codec = make_codec(self._codec)
+        if self._feedback is None or self._length != len(values):
+            self._feedback, self._length = ErrorFeedback(codec, len(values)), len(values)
+        encoded = bytearray(codec.encoded_size(len(values)))
+        view = memoryview(encoded)
+        for start in range(0, len(values), _AT_ONCE):
+            stop = min(start + _AT_ONCE, len(values))
+            piece = view[codec.encoded_size(start) : codec.encoded_size(stop)]
+            self._feedback.encode(start, values[start:stop], piece)
+            await trio.lowlevel.checkpoint()
+        return encoded
+
+    def finished(self, *, counted: bool) -> None:
+        """The round is over. What was left out of it counts from now on, if what we sent is part of its result."""
+        if self._feedback is not None and counted:
+            self._feedback.commit()
+        elif self._feedback is not None:
+            self._feedback.abort()
+
+    def reset(self) -> None:
+        """The state was replaced by another one, of which nothing was left out."""
+        self._feedback = None
+
+
+async def is_finite(values: torch.Tensor) -> bool:
+    """Whether every element is a finite number."""
+    for start in range(0, len(values), _AT_ONCE):
+        if not all_finite(values[start : start + _AT_ONCE]):
+            return False
+        await trio.lowlevel.checkpoint()
+    return True

@@ -1,0 +1,151 @@
+"""One member's part in one attempt at reducing vectors, without any input or output: what all schedules have in common.
+
+A schedule says which members send to which, and what: for each neighbour a list of segments in a fixed order, known to
+both sides from the plan alone, so that the streams carry nothing but their bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+import attrs
+import torch
+
+from protocol.plan import Plan, Source
+from protocol.salvage import MAX_HOLDINGS, Bounds, Holding, merged, missing
+from protocol.vectors import VectorPool, vector_bytes
+
+
+@attrs.frozen
+class Segment:
+    """Elements [start, stop) of the vector, on their way."""
+
+    start: int
+    stop: int
+    add: bool
+    """Whether the receiver adds or stores them."""
+    source: int | None = None
+    """Which of the plan's sources has reduced them; None: the plan itself."""
+
+
+class Reduction(ABC):
+    """Where the next bytes go, and which can be sent.
+
+    Neighbours go by their places in the plan. The segments for one neighbour are numbered in the order of the schedule;
+    segment k may be sent as soon as `k < sendable`.
+
+    Args:
+        plan: The plan that was accepted.
+        place: Our place in it.
+        previous: Our part in the attempt before, which has ended: its memory is used again, and what it holds of the
+            parts that the plan salvages.
+        memory: Where a vector for the result comes from if there was no attempt before.
+
+    Raises:
+        ValueError: We do not hold a part that the plan says we hold.
+    """
+
+    sources: tuple[int, ...]
+    """Who sends to us."""
+    sinks: tuple[int, ...]
+    """Whom we send to."""
+
+    def __init__(self, plan: Plan, place: int, previous: Reduction | None, memory: VectorPool) -> None:
+        if missing(plan, place, () if previous is None else previous.holdings()):
+            raise ValueError("the plan relies on parts that this member does not hold")
+        self.plan = plan
+        self.received = 0
+        """Number of segments that have come in and been dealt with."""
+        self._place = place
+        self._free = tuple(free_parts(plan))
+        self._buffer: torch.Tensor = memory.take(plan.length) if previous is None else previous._buffer
+        self._bytes = vector_bytes(self._buffer)
+        self._held: dict[int | None, list[Bounds]] = {}
+        for part in plan.salvaged:
+            if place in part.holders:
+                self._hold(part.start, part.stop, part.source)
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether every reduced element is here."""
+
+    @abstractmethod
+    def outgoing(self, sink: int) -> int:
+        """Number of segments to send to a neighbour in all."""
+
+    @abstractmethod
+    def incoming(self, source: int) -> int:
+        """Number of segments to receive from a neighbour in all."""
+
+    @abstractmethod
+    def sendable(self, sink: int) -> int:
+        """Number of segments for a neighbour, from the first, whose contents are there by now."""
+
+    @abstractmethod
+    def segment(self, sink: int, number: int) -> memoryview:
+        """The bytes of one segment to send; not before `sendable` says so."""
+
+    @abstractmethod
+    def target(self, source: int) -> memoryview:
+        """Where the bytes of the next segment of a neighbour belong, exactly as long as it is."""
+
+    @abstractmethod
+    def filled(self, source: int) -> None:
+        """The bytes of `target` are there: deals with them, and goes on to the next segment.
+
+        Raises:
+            ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
+        """
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What is reduced here by now, by the plan that has done so."""
+        own = Source(self.plan.id, self.plan.members, self.plan.weights)
+        return tuple(
+            Holding(own if source is None else self.plan.sources[source], merged(bounds))
+            for source, bounds in list(self._held.items())[-MAX_HOLDINGS:]
+        )
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The result, once `complete`. Shares memory with this object, which changes it no more."""
+        return self._buffer
+
+    def _hold(self, start: int, stop: int, source: int | None = None) -> None:
+        self._held.setdefault(source, []).append((start, stop))
+
+
+def partition(length: int, size: int, index: int) -> tuple[int, int]:
+    """Bounds of one of `size` parts of `length` elements; the first `length % size` have one element more."""
+    base, extra = divmod(length, size)
+    start = index * base + min(index, extra)
+    return start, start + base + (index < extra)
+
+
+def free_parts(plan: Plan) -> Iterator[Bounds]:
+    """What is not salvaged: bounds, in order."""
+    position = 0
+    for part in plan.salvaged:
+        if position < part.start:
+            yield position, part.start
+        position = part.stop
+    if position < plan.length:
+        yield position, plan.length
+
+
+def window(spans: Iterable[Bounds], first: int, end: int) -> Iterator[Bounds]:
+    """Where the elements `first` to `end` are, of those in the spans."""
+    position = 0
+    for start, stop in spans:
+        low, high = max(first - position, 0), min(end - position, stop - start)
+        if low < high:
+            yield start + low, start + high
+        position += stop - start
+
+
+def pieces(spans: Iterable[Bounds], piece: int) -> Iterator[Bounds]:
+    """The spans in pieces of that many elements at most."""
+    for first, end in spans:
+        for start in range(first, end, piece):
+            yield start, min(start + piece, end)

@@ -1,0 +1,141 @@
+"""A member's side of a round, with a coordinator that is played by hand."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+import trio
+
+from protocol.ballots import Acceptor, Offer
+from protocol.collective import Reduced
+from protocol.coordinator import RoundTimes
+from protocol.identity import PeerId
+from protocol.member import Member, Work
+from protocol.plan import Ballot, Plan
+from protocol.round_messages import Accepted, CallOff, Completed, Propose
+from protocol.sessions import local_lines
+
+US, COORDINATOR, HOLDER = (PeerId(bytes([number]) * 32) for number in range(1, 4))
+PLAN = Plan(
+    run=bytes(32),
+    revision=1,
+    attempt=5,
+    rank=0,
+    coordinator=COORDINATOR,
+    members=(US, COORDINATOR),
+    weights=(1.0, 1.0),
+    length=4,
+)
+
+
+class Attempt:
+    """A transfer that ends when it is told to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.settled = trio.Event()
+        self.failure = None
+        self.mean = torch.zeros(plan.length)
+        self.bytes_sent = self.bytes_received = 0
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def holdings(self):
+        return ()
+
+
+@attrs.define
+class Stage:
+    """A member that carries out `PLAN`, and what becomes of it."""
+
+    coordinator: object
+    attempt: Attempt
+    kept: list[Reduced]
+    fetching: trio.Event
+    fetched: trio.Event
+    done: trio.Event
+
+
+def elsewhere(attempt: int) -> Reduced:
+    """The result of another attempt."""
+    plan = attrs.evolve(PLAN, attempt=attempt)
+    return Reduced(
+        plan=plan,
+        mean=torch.ones(4),
+        contributors=plan.members,
+        attempts=1,
+        bytes_sent=0,
+        bytes_received=0,
+        seconds=1.0,
+        weight=2.0,
+    )
+
+
+@pytest.fixture
+async def stage(nursery):
+    theirs, ours = local_lines(COORDINATOR)
+    offer = Offer(run=PLAN.run, tag="", revision=1, base=PLAN.base, weight=1.0, length=4)
+    attempts, kept = [], []
+    fetching, fetched, done = trio.Event(), trio.Event(), trio.Event()
+
+    def begin(plan):
+        attempts.append(Attempt(plan))
+        return attempts[-1]
+
+    def keep(reduced):
+        kept.append(reduced)
+        fetched.set()  # at this very moment, at the latest
+
+    async def fetch(holder):
+        fetching.set()
+        await fetched.wait()
+        return elsewhere(4)
+
+    member = Member(
+        ours,
+        Work(values=torch.zeros(4), offer=offer, started=0.0),
+        Acceptor(US),
+        RoundTimes(),
+        begin=begin,
+        fetch=fetch,
+        keep=keep,
+        report=lambda plan, reason: None,
+        patience=60.0,
+    )
+
+    async def run():
+        await member.run()
+        done.set()
+
+    nursery.start_soon(run)
+    await theirs.send(Propose(PLAN))
+    assert await theirs.receive(Accepted) == Accepted(PLAN.ballot)
+    return Stage(theirs, attempts[0], kept, fetching, fetched, done)
+
+
+CALLED_OFF = CallOff(Ballot(4, 0, COORDINATOR), HOLDER)
+"""A ballot below that of the plan that is being carried out."""
+
+
+async def test_a_result_that_is_adopted_ends_the_attempt_that_is_being_carried_out(stage, autojump_clock):
+    await stage.coordinator.send(CALLED_OFF)
+    await stage.fetching.wait()
+    assert not stage.attempt.aborted
+    stage.fetched.set()
+    assert (await stage.coordinator.receive(Completed)).ballot == CALLED_OFF.ballot
+    await stage.done.wait()
+    assert stage.attempt.aborted
+    assert [reduced.plan.attempt for reduced in stage.kept] == [4]
+
+
+async def test_an_attempt_that_completes_while_a_result_is_fetched_stays_the_result(stage, autojump_clock):
+    await stage.coordinator.send(CALLED_OFF)
+    await stage.fetching.wait()
+    stage.attempt.settled.set()
+    assert (await stage.coordinator.receive(Completed)).ballot == PLAN.ballot
+    await stage.done.wait()
+    assert not stage.attempt.aborted
+    assert [reduced.plan.attempt for reduced in stage.kept] == [5]

@@ -1,0 +1,53 @@
+"""Memory of vectors: used again, but never while anybody looks at it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from protocol.vectors import VectorPool, all_finite, vector_bytes
+
+LONG = 1 << 21  # elements
+
+
+def test_memory_that_nobody_refers_to_is_used_again():
+    pool = VectorPool()
+    vector = pool.take(LONG)
+    place = vector.data_ptr()
+    del vector
+    gc.collect()
+    assert pool.take(LONG).data_ptr() == place
+
+
+@pytest.mark.parametrize("look", [vector_bytes, lambda v: v[5:9], lambda v: v.numpy(), lambda v: v.view(torch.int32)])
+def test_memory_that_somebody_looks_at_is_left_alone(look):
+    pool = VectorPool()
+    vector = pool.take(LONG)
+    vector.fill_(1.0)
+    view = look(vector)
+    before = bytes(view)[:16] if isinstance(view, memoryview) else view.tolist()[:4]
+    del vector
+    gc.collect()
+    pool.take(LONG).fill_(2.0)
+    assert (bytes(view)[:16] if isinstance(view, memoryview) else view.tolist()[:4]) == before
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, LONG, LONG + 1])
+def test_vectors_of_any_length(length):
+    pool = VectorPool()
+    for _ in range(3):
+        vector = pool.take(length)
+        assert (vector.shape, vector.dtype) == ((length,), torch.float32)
+        vector.fill_(3.0)
+        assert all_finite(vector)
+        assert len(vector_bytes(vector)) == 4 * length
+
+
+def test_memory_of_another_length_is_not_used():
+    pool = VectorPool()
+    del_me = pool.take(LONG)
+    del del_me
+    gc.collect()
+    assert len(pool.take(2 * LONG)) == 2 * LONG
