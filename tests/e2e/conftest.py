@@ -271,10 +271,11 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """Its error message, which is all that it may have printed on standard error but warnings and a hint."""
-        lines = [line for line in self.err.splitlines() if not line.startswith("warning: ")]
-        assert lines, "no error was printed"
-        assert lines[0].startswith("error: "), self.err
+        """Its error message, which comes last, with a hint perhaps; before it, only what the daemon tells anyway."""
+        lines = self.err.splitlines()
+        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        assert len(errors) == 1, self.err
+        lines = lines[errors[0] :]
         assert all(line.startswith("hint: ") for line in lines[1:]), self.err
         assert len(lines) <= 2, self.err
         return lines[0].removeprefix("error: ")

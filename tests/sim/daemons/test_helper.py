@@ -163,7 +163,7 @@ async def test_a_helper_with_a_copied_home(simulated_swarm, helper, tmp_path, au
     found = await helper()
     a = await simulated_swarm.start("a", bootstrap=(found.contact,))
     await a.until_round(1)
-    shutil.copytree(tmp_path / "helper", tmp_path / "copy")
+    shutil.copytree(tmp_path / "helper", tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))  # half-written files
     home = Home(tmp_path / "copy")
     events = EventLog(None, home.identity.peer_id, clock=trio.current_time)
     config = HelperConfig(
