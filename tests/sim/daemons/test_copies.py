@@ -24,7 +24,7 @@ def copied(endless):
 
     def copy(name, other):
         home = endless.peers[name].home.path
-        shutil.copytree(home, home.with_name(other))
+        shutil.copytree(home, home.with_name(other), ignore=shutil.ignore_patterns(".*"))
         return endless.launch(other)
 
     return copy
