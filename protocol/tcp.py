@@ -79,11 +79,12 @@ class TcpTransport:
                     sock = (await trio.open_tcp_stream(address.host, address.port)).socket
                 else:
                     sock = await _connect_from(local_port, address)
+            remote = _peer_of(sock)
         except trio.TooSlowError:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT:.0f} s") from None
         except OSError as error:
             raise PeerUnreachable(f"cannot connect to {address}: {_reason(error)}") from error
-        set_options(sock, _fitting(self._congestion, _address_of(sock.getpeername())))
+        set_options(sock, _fitting(self._congestion, remote))
         return TcpStream(sock, address)
 
     async def listen(self, address: Address) -> TcpListener:
@@ -247,6 +248,15 @@ def set_options(sock: trio.socket.SocketType, congestion: str | None = None) -> 
 def _fitting(congestion: str | None, remote: Address) -> str | None:
     """Within one machine nothing is lost, and BBR's timers only cost time: a tenth of all that a transfer takes."""
     return "cubic" if congestion is not None and remote.is_loopback else congestion
+
+
+def _peer_of(sock: trio.socket.SocketType) -> Address:
+    """The other end's address; closes the socket if there is none any more: it was reset as soon as it was there."""
+    try:
+        return _address_of(sock.getpeername())
+    except OSError:
+        sock.close()
+        raise
 
 
 def _address_of(name: Any) -> Address:  # noqa: ANN401 - the socket module's own type

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import struct
 import sys
 from contextlib import aclosing
 
@@ -35,6 +36,24 @@ async def meet(listen, dial):
             await dialled.send(b"x")
             assert await accepted.receive_into(memoryview(bytearray(1))) == 1
             return accepted.remote.host
+
+
+async def test_a_connection_that_is_reset_as_soon_as_it_is_there(monkeypatch):
+    connect = trio.open_tcp_stream
+
+    async def connect_and_be_reset(host, port):
+        stream = await connect(host, port)
+        accepted, _ = await server.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        return stream
+
+    monkeypatch.setattr(trio, "open_tcp_stream", connect_and_be_reset)
+    with trio.socket.socket() as server:
+        await server.bind(("127.0.0.1", 0))
+        server.listen()
+        with pytest.raises(PeerUnreachable, match="not connected"):
+            await TcpTransport().dial(Address(*server.getsockname()))
 
 
 @needs_ipv6
