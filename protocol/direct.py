@@ -25,7 +25,7 @@ from protocol.codecs import Codec, NotFinite, make_codec
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
-from protocol.reduction import Reduction, Segment, free_parts, partition, pieces, window
+from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
 from protocol.salvage import Bounds
 from protocol.vectors import VectorPool, all_finite
 
@@ -33,6 +33,8 @@ PIECE = 1 << 18
 """Elements of a segment, at most; a multiple of every codec's block. Seeds depend on it."""
 
 _MOST = torch.finfo(torch.float32).max
+
+_NOTHING = Segment(0, 0, False)
 
 
 class Direct(Reduction):
@@ -63,10 +65,10 @@ class Direct(Reduction):
         self.sources = self.sinks = tuple((place + distance) % size for distance in range(1, size))
         self._codec, self._id, self._shares = make_codec(plan.codec), plan.id, plan.shares
         self._encoded = memoryview(encoded)
-        blocks = _blocks(plan, self._codec.block, piece)
+        blocks = _blocks(plan, piece)
         self._own = blocks[place]
-        self._outgoing = {sink: list(_sends(plan, blocks, place, sink)) for sink in self.sinks}
-        self._incoming = {source: list(_sends(plan, blocks, source, place)) for source in self.sources}
+        self._outgoing = {sink: _segments(plan, blocks, place, sink) for sink in self.sinks}
+        self._incoming = {source: _segments(plan, blocks, source, place) for source in self.sources}
         self._given = {sink: sum(segment.add for segment in segments) for sink, segments in self._outgoing.items()}
         self._next = dict.fromkeys(self.sources, 0)
         self._arriving: dict[int, bytearray] = {}  # by who sends it
@@ -100,7 +102,7 @@ class Direct(Reduction):
             return self._bytes[4 * segment.start : 4 * segment.stop]
         if segment.add:
             return self._slice(segment.start, segment.stop)
-        return memoryview(self._sums[segment.start])
+        return memoryview(self._sums[segment.start] if segment != _NOTHING else b"")
 
     def target(self, source: int) -> memoryview:
         segment = self._incoming[source][self._next[source]]
@@ -123,7 +125,7 @@ class Direct(Reduction):
             contributions[source] = data
             if len(contributions) == len(self._contributors):
                 self._sum(segment.start, segment.stop)
-        else:
+        elif segment != _NOTHING:
             self._codec.decode(self._arriving.pop(source), values)
             self._hold(segment.start, segment.stop)
         self._next[source] += 1
@@ -140,12 +142,15 @@ class Direct(Reduction):
         return self._encoded[self._codec.encoded_size(start) : self._codec.encoded_size(stop)]
 
 
-def _blocks(plan: Plan, block: int, piece: int) -> list[list[Bounds]]:
+def _blocks(plan: Plan, piece: int) -> list[list[Bounds]]:
     """Each member's own block, in pieces."""
-    free, size = tuple(free_parts(plan)), len(plan.members)
-    units = -(-sum(stop - start for start, stop in free) // block)
-    bounds = [partition(units, size, index) for index in range(size)]
-    return [list(pieces(window(free, first * block, end * block), piece)) for first, end in bounds]
+    free = tuple(free_parts(plan))
+    return [list(pieces(window(free, *bounds), piece)) for bounds in own_blocks(plan)]
+
+
+def _segments(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int) -> list[Segment]:
+    """What one member sends to another, if need be nothing: whoever has got all knows that all others have begun."""
+    return list(_sends(plan, blocks, source, sink)) or [_NOTHING]
 
 
 def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int) -> Iterator[Segment]:
@@ -202,6 +207,6 @@ def reference_direct(
         if plan.shares[place]:
             encoded[place] = bytearray(codec.encoded_size(plan.length))
             codec.encode(inputs[peer], encoded[place])
-    for start, stop in (bounds for block in _blocks(plan, codec.block, piece) for bounds in block):
+    for start, stop in (bounds for block in _blocks(plan, piece) for bounds in block):
         part = slice(codec.encoded_size(start), codec.encoded_size(stop))
         _sum(codec, plan.id, plan.shares, {p: e[part] for p, e in encoded.items()}, start, mean[start:stop])

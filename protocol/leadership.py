@@ -228,7 +228,9 @@ class Leadership:
         if previous is not None:
             previous.end()
         tried = frozenset(ready.tried)
-        candidate = Candidate(ready.weight, ready.length, ready.base, tried, ready.holdings, ready.operation)
+        candidate = Candidate(
+            ready.weight, ready.length, ready.base, tried, ready.holdings, ready.operation, ready.rates
+        )
         self.coordinator.ready(peer, candidate, ready.ballot)
         self.wake()
         try:

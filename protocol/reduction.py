@@ -6,12 +6,14 @@ both sides from the plan alone, so that the streams carry nothing but their byte
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import attrs
 import torch
 
+from protocol.codecs import block_of
 from protocol.plan import Plan, Source
 from protocol.salvage import MAX_HOLDINGS, Bounds, Holding, merged, missing
 from protocol.vectors import VectorPool, vector_bytes
@@ -121,6 +123,16 @@ def partition(length: int, size: int, index: int) -> tuple[int, int]:
     base, extra = divmod(length, size)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)
+
+
+def own_blocks(plan: Plan) -> list[Bounds]:
+    """Each member's own block: bounds among the elements that are not salvaged, at whole blocks of the codec."""
+    if plan.blocks:
+        ends = list(itertools.accumulate(plan.blocks))
+        return list(zip([0, *ends], ends, strict=False))
+    size, unit, free = len(plan.members), block_of(plan.codec), plan.free
+    parts = (partition(-(-free // unit), size, index) for index in range(size))
+    return [(start * unit, min(stop * unit, free)) for start, stop in parts]
 
 
 def free_parts(plan: Plan) -> Iterator[Bounds]:

@@ -21,6 +21,10 @@ class RoundEvent:
     round: int
     attempt: int = 0
     members: tuple[PeerId, ...] = ()
+    schedule: str = ""
+    """How the data travels, see `plan.Schedule`."""
+    blocks: tuple[int, ...] = ()
+    """Elements of which each member is the owner, where that is not as equal as can be."""
     reason: str = ""
 
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Hash, Length, Operation, Plan, Rank, Revision, Tag, Weight
+from protocol.rates import UNKNOWN, Rates
 from protocol.salvage import MAX_HOLDINGS, Holding
 from protocol.transport import Address
 from protocol.wire import message
@@ -43,6 +44,8 @@ class Ready:
     holdings: Holdings = ()
     """What the member has of attempts under coordinators that were lost."""
     operation: Operation = "reduce"
+    rates: Rates = UNKNOWN
+    """What the member knows about its lines."""
 
 
 @message("round.queued")

@@ -26,7 +26,7 @@ from protocol.reduction import Reduction
 from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding
-from protocol.vectors import VectorPool
+from protocol.vectors import VectorPool, vector_bytes
 
 MAX_PARKED = 128
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
@@ -181,7 +181,7 @@ class Transfer:
         """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
         plan, times = self.plan, self._times
         self._begun = True
-        self._scope.deadline = trio.current_time() + times.attempt(plan.length, len(plan.members))
+        self._scope.deadline = trio.current_time() + times.attempt(plan.load, len(plan.members))
         try:
             with self._scope:
                 ring = await self._prepare()
@@ -202,10 +202,11 @@ class Transfer:
             self._ring, self._previous = await self._previous.ended(), None
             await trio.lowlevel.checkpoint_if_cancelled()  # or aborted since that ended
         make: Callable[[], Reduction]
-        if self.plan.codec == "fp32":
+        if self.plan.schedule == "ring":
             make = partial(Ring, self.plan, self._place, self._values, previous=self._ring, memory=self._memory)
         else:
-            make = partial(Direct, self.plan, self._place, self._encoded, previous=self._ring, memory=self._memory)
+            encoded = vector_bytes(self._values.contiguous()) if self.plan.codec == "fp32" else self._encoded
+            make = partial(Direct, self.plan, self._place, encoded, previous=self._ring, memory=self._memory)
         self._ring = None  # its memory is being overwritten: until that is over, it is not certain what we hold
         alone = len(self.plan.members) == 1  # so the whole vector is copied at once
         self._ring = await trio.to_thread.run_sync(make) if alone and self.plan.length >= IN_WORKER else make()

@@ -209,7 +209,7 @@ class Peer:
                 endpoint=self.endpoint,
                 inbox=self.rounds._inbox,
                 times=self.swarm.times,
-                memory=self.rounds._vectors,
+                memory=self.rounds._carrying.vectors,
                 previous=work.last,
             )
 
