@@ -132,7 +132,7 @@ def own_blocks(plan: Plan) -> list[Bounds]:
         return list(zip([0, *ends], ends, strict=False))
     size, unit, free = len(plan.members), block_of(plan.codec), plan.free
     parts = (partition(-(-free // unit), size, index) for index in range(size))
-    return [(start * unit, min(stop * unit, free)) for start, stop in parts]
+    return [(min(start * unit, free), min(stop * unit, free)) for start, stop in parts]
 
 
 def free_parts(plan: Plan) -> Iterator[Bounds]:

@@ -68,7 +68,7 @@ async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):
 @pytest.mark.parametrize("victim", ["coordinator", "member"])
 async def test_what_was_reduced_before_a_death_is_not_reduced_again(autojump_clock, swarm_of, victim, wait, kept):
     """The ring takes 1.7 s, of which the second half passes on what is reduced."""
-    async with swarm_of(4, length=8000, bandwidth=40_000) as swarm:
+    async with swarm_of(4, length=8000, bandwidth=40_000, schedule="ring") as swarm:
         await swarm.progress(1, within=30)
         dead = ranked(swarm, 2)[RUN_ORDER.index(victim)]
         for peer in swarm.peers:
