@@ -222,7 +222,7 @@ class Rounds:
             encoded = await self._contributor.encode(values)
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
-            offer, encoded = attrs.evolve(offer, weight=0.0), bytearray()
+            offer, encoded = attrs.evolve(offer, weight=0.0), memoryview(b"")
         counted = False
         try:
             work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())

@@ -115,7 +115,7 @@ class Transfer:
         plan: Plan,
         values: torch.Tensor,
         *,
-        encoded: bytes | bytearray = b"",
+        encoded: bytes | memoryview = b"",
         endpoint: Endpoint,
         inbox: RingInbox,
         times: RoundTimes,
