@@ -37,7 +37,7 @@ _STRIDES = 40503, 26171
 """From the random numbers of one seed, and of one piece, to those of the next. Odd, and far from each other."""
 
 
-class NotFinite(ShoalError):
+class NotFinite(ShoalError, ValueError):
     """Values that should be encoded are not all finite numbers."""
 
 
