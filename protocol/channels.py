@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 import attrs
 import trio
 
+from protocol.codecs import CodecName
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
@@ -41,6 +42,8 @@ class ChannelSettings:
     """What all members of a run have to agree on."""
 
     times: RoundTimes = attrs.field(factory=RoundTimes)
+    codec: CodecName = "fp32"
+    """How vectors look on the wire, see `protocol.codecs`. Blocks are sent as they are."""
     max_weight: float = MAX_WEIGHT
     max_block: int = MAX_BLOCK
     """The most bytes that one member's block may have."""
@@ -135,6 +138,7 @@ class Channels:
             roster=roster,
             report=settings.report,
             tag=name,
+            codec=settings.codec,
             max_weight=settings.max_weight,
             max_block=settings.max_block,
             courtesy=self._courtesy,

@@ -114,6 +114,8 @@ class Exchanged(Outcome):
     """Whom we were matched with; None for the odd one out."""
     values: torch.Tensor | None
     """The partner's vector, 1-D, fp32. None if it did not come: there is no partner, or it was lost."""
+    ours: torch.Tensor | None
+    """Our vector as the partner has it, changed by a lossy codec: so both can compute the same. None as `values` is."""
     weight: float
     """The partner's weight; 0 without its vector."""
     problem: str

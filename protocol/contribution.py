@@ -6,7 +6,7 @@ import torch
 import trio
 
 from protocol.codecs import CodecName, ErrorFeedback, NotFinite, make_codec
-from protocol.vectors import all_finite
+from protocol.vectors import VectorPool, all_finite, vector_bytes
 
 _AT_ONCE = 1 << 20
 """Elements that are looked at, or encoded, without a break: a few milliseconds at most, less than a thread is worth."""
@@ -16,28 +16,29 @@ class Contributor:
     """Encodes one peer's values, round after round, and remembers what was left out."""
 
     def __init__(self, codec: CodecName) -> None:
-        self._codec = codec
+        self._codec = make_codec(codec)
         self._feedback: ErrorFeedback | None = None
         self._length = 0
+        self._memory = VectorPool()
 
-    async def encode(self, values: torch.Tensor) -> bytearray:
+    async def encode(self, values: torch.Tensor) -> memoryview:
         """The bytes of a round's values, for all attempts at it; none for fp32, which is sent as it is.
 
         Raises:
             NotFinite: They are not finite numbers, or not with what was left out so far.
         """
-        if not await is_finite(values):
-            raise NotFinite("the values are not finite")
-        if self._codec == "fp32":
-            return bytearray()
-        codec = make_codec(self._codec)
+        codec = self._codec
+        if codec.name == "fp32":
+            if not await is_finite(values):
+                raise NotFinite("the values are not finite")
+            return memoryview(b"")
         if self._feedback is None or self._length != len(values):
             self._feedback, self._length = ErrorFeedback(codec, len(values)), len(values)
-        encoded = bytearray(codec.encoded_size(len(values)))
-        view = memoryview(encoded)
+        size = codec.encoded_size(len(values))
+        encoded = vector_bytes(self._memory.take(-(-size // 4)))[:size]
         for start in range(0, len(values), _AT_ONCE):
             stop = min(start + _AT_ONCE, len(values))
-            piece = view[codec.encoded_size(start) : codec.encoded_size(stop)]
+            piece = encoded[codec.encoded_size(start) : codec.encoded_size(stop)]
             self._feedback.encode(start, values[start:stop], piece)
             await trio.lowlevel.checkpoint()
         return encoded

@@ -21,20 +21,31 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from protocol.codecs import Codec, NotFinite, make_codec
+from protocol.codecs import BLOCK, Codec, NotFinite, make_codec
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
 from protocol.salvage import Bounds
-from protocol.vectors import VectorPool, all_finite
+from protocol.vectors import VectorPool, all_finite, vector_bytes
 
-PIECE = 1 << 18
-"""Elements of a segment, at most; a multiple of every codec's block. Seeds depend on it."""
+LARGEST_PIECE = 1 << 18
+"""Elements of a segment, at most; a multiple of every codec's block."""
+
+SMALLEST_PIECE = 1 << 14
+"""Elements that fill a record, unless the codec makes them shorter."""
+
+_PIECES = 8  # of a block, if they are not too small: sums go out while values come in
 
 _MOST = torch.finfo(torch.float32).max
 
 _NOTHING = Segment(0, 0, False)
+
+
+def piece_of(plan: Plan) -> int:
+    """Most elements of a segment; a multiple of every codec's block. Seeds depend on it."""
+    wanted = plan.length // (len(plan.members) * _PIECES) // BLOCK * BLOCK
+    return min(max(wanted, SMALLEST_PIECE), LARGEST_PIECE)
 
 
 class Direct(Reduction):
@@ -47,7 +58,7 @@ class Direct(Reduction):
             they may be the values' own bytes (see `vector_bytes`), which do not change then.
         previous: See `Reduction`.
         memory: See `Reduction`.
-        piece: Most elements of a segment.
+        piece: Most elements of a segment; by default as the plan's length suggests.
     """
 
     def __init__(
@@ -58,22 +69,27 @@ class Direct(Reduction):
         *,
         previous: Reduction | None = None,
         memory: VectorPool | None = None,
-        piece: int = PIECE,
+        piece: int | None = None,
     ) -> None:
-        super().__init__(plan, place, previous, memory or VectorPool())
+        pool = memory or VectorPool()
+        super().__init__(plan, place, previous, pool)
         size = len(plan.members)
         self.sources = self.sinks = tuple((place + distance) % size for distance in range(1, size))
         self._codec, self._id, self._shares = make_codec(plan.codec), plan.id, plan.shares
-        self._encoded = memoryview(encoded)
+        piece = piece or piece_of(plan)
+        self._encoded, self._piece = memoryview(encoded), min(piece, plan.length)
         blocks = _blocks(plan, piece)
         self._own = blocks[place]
         self._outgoing = {sink: _segments(plan, blocks, place, sink) for sink in self.sinks}
         self._incoming = {source: _segments(plan, blocks, source, place) for source in self.sources}
         self._given = {sink: sum(segment.add for segment in segments) for sink, segments in self._outgoing.items()}
         self._next = dict.fromkeys(self.sources, 0)
-        self._arriving: dict[int, bytearray] = {}  # by who sends it
-        self._contributions: dict[int, dict[int, bytearray]] = {start: {} for start, _ in self._own}  # by place
-        self._sums: dict[int, bytearray] = {}  # our own block's, encoded, by where they start
+        self._arriving: dict[int, memoryview] = {}  # by who sends it; may be longer
+        self._contributions: dict[int, dict[int, memoryview]] = {start: {} for start, _ in self._own}  # by place
+        self._spare: list[memoryview] = []  # for what arrives
+        self._scratch = torch.empty(self._piece)
+        self._sums: dict[int, memoryview] = {}  # our own block's, encoded, by where they start
+        self._unused = self._memory_of_sums(pool)
         self._contributors = [source for source in self.sources if self._shares[source]]
         if not self._contributors:
             for start, stop in self._own:
@@ -102,41 +118,60 @@ class Direct(Reduction):
             return self._bytes[4 * segment.start : 4 * segment.stop]
         if segment.add:
             return self._slice(segment.start, segment.stop)
-        return memoryview(self._sums[segment.start] if segment != _NOTHING else b"")
+        return self._sums[segment.start] if segment != _NOTHING else memoryview(b"")
 
     def target(self, source: int) -> memoryview:
         segment = self._incoming[source][self._next[source]]
         if segment.source is not None:
             return self._bytes[4 * segment.start : 4 * segment.stop]
-        arriving = self._arriving[source] = bytearray(self._codec.encoded_size(segment.stop - segment.start))
-        return memoryview(arriving)
+        if not self._spare:
+            self._spare.append(memoryview(bytearray(self._codec.encoded_size(self._piece))))
+        arriving = self._arriving[source] = self._spare.pop()
+        return arriving[: self._codec.encoded_size(segment.stop - segment.start)]
+
+    @property
+    def shared(self) -> int:
+        # A slow member sends to all owners side by side, and every sum waits for its values.
+        return len(self.sinks) * self._codec.encoded_size(self._piece)
 
     def filled(self, source: int) -> None:
         segment = self._incoming[source][self._next[source]]
         values = self._buffer[segment.start : segment.stop]
+        size = self._codec.encoded_size(len(values))
         if segment.source is not None:
             if not all_finite(values):
                 raise ProtocolError("values that were salvaged are not finite")
             self._hold(segment.start, segment.stop, segment.source)
         elif segment.add:
             data = self._arriving.pop(source)
-            self._codec.check(data, len(values))
+            self._codec.check(data[:size], len(values))
             contributions = self._contributions[segment.start]
             contributions[source] = data
             if len(contributions) == len(self._contributors):
                 self._sum(segment.start, segment.stop)
-        elif segment != _NOTHING:
-            self._codec.decode(self._arriving.pop(source), values)
-            self._hold(segment.start, segment.stop)
+        else:
+            data = self._arriving.pop(source)
+            self._codec.decode(data[:size], values)
+            self._spare.append(data)
+            if segment != _NOTHING:
+                self._hold(segment.start, segment.stop)
         self._next[source] += 1
         self.received += 1
 
     def _sum(self, start: int, stop: int) -> None:
         values, contributions = self._buffer[start:stop], self._contributions.pop(start)
+        self._spare += contributions.values()
         if self._shares[self._place]:
-            contributions[self._place] = bytearray(self._slice(start, stop))
-        self._sums[start] = _sum(self._codec, self._id, self._shares, contributions, start, values)
+            contributions[self._place] = self._slice(start, stop)
+        size = self._codec.encoded_size(stop - start) if self.sinks else 0
+        sums, self._unused = self._unused[:size], self._unused[size:]
+        _sum(self._codec, self._id, self._shares, contributions, start, values, sums, self._scratch)
+        self._sums[start] = sums
         self._hold(start, stop)
+
+    def _memory_of_sums(self, pool: VectorPool) -> memoryview:
+        size = sum(self._codec.encoded_size(stop - start) for start, stop in self._own) if self.sinks else 0
+        return vector_bytes(pool.take(-(-size // 4)))[:size]
 
     def _slice(self, start: int, stop: int) -> memoryview:
         return self._encoded[self._codec.encoded_size(start) : self._codec.encoded_size(stop)]
@@ -166,7 +201,7 @@ def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int) -> It
             continue
         nearest = min(part.holders, key=lambda holder: (sink - holder) % size)
         if nearest == source:
-            for start, stop in pieces([(part.start, part.stop)], PIECE):
+            for start, stop in pieces([(part.start, part.stop)], LARGEST_PIECE):
                 yield Segment(start, stop, False, part.source)
 
 
@@ -174,39 +209,42 @@ def _sum(
     codec: Codec,
     plan_id: bytes,
     shares: tuple[float, ...],
-    contributions: Mapping[int, bytearray],
+    contributions: Mapping[int, memoryview],
     start: int,
     values: torch.Tensor,
-) -> bytearray:
-    """The encoded sum of a piece that begins at `start`; its meaning goes into `values`.
+    sums: memoryview,
+    scratch: torch.Tensor,
+) -> None:
+    """Sums a piece that begins at `start`: the encoded sum goes into `sums`, and its meaning into `values`.
 
     A single member has nobody to send it to, and leaves the sum as it is.
     """
-    values.zero_()
+    total = scratch[: len(values)].zero_()
     for place in sorted(contributions):
-        codec.add(contributions[place], values, shares[place])
+        codec.add(contributions[place][: codec.encoded_size(len(values))], total, shares[place])
     if len(shares) == 1:
-        return bytearray()
-    encoded = bytearray(codec.encoded_size(len(values)))
+        values.copy_(total)
+        return
     seed = int.from_bytes(hashlib.sha256(plan_id + struct.pack(">Q", start)).digest()[:16])
     try:
-        codec.encode(values, encoded, seed=seed)
+        codec.encode(total, sums, seed=seed, meaning=values)
     except NotFinite:  # finite values at the end of the range, of which shares that were rounded up make too much
-        codec.encode(values.clamp_(-_MOST, _MOST), encoded, seed=seed)
-    codec.decode(encoded, values)
-    return encoded
+        codec.encode(total.clamp_(-_MOST, _MOST), sums, seed=seed, meaning=values)
 
 
 def reference_direct(
-    plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: torch.Tensor, *, piece: int = PIECE
+    plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: torch.Tensor, *, piece: int | None = None
 ) -> None:
     """Computes what is not salvaged of `mean` as the members do, if none of them has left out anything so far."""
-    codec = make_codec(plan.codec)
-    encoded: dict[int, bytearray] = {}
+    piece = piece or piece_of(plan)
+    codec, scratch = make_codec(plan.codec), torch.empty(min(plan.length, piece))
+    encoded: dict[int, memoryview] = {}
     for place, peer in enumerate(plan.members):
         if plan.shares[place]:
-            encoded[place] = bytearray(codec.encoded_size(plan.length))
+            encoded[place] = memoryview(bytearray(codec.encoded_size(plan.length)))
             codec.encode(inputs[peer], encoded[place])
     for start, stop in (bounds for block in _blocks(plan, piece) for bounds in block):
         part = slice(codec.encoded_size(start), codec.encoded_size(stop))
-        _sum(codec, plan.id, plan.shares, {p: e[part] for p, e in encoded.items()}, start, mean[start:stop])
+        contributions = {place: data[part] for place, data in encoded.items()}
+        sums = memoryview(bytearray(part.stop - part.start))
+        _sum(codec, plan.id, plan.shares, contributions, start, mean[start:stop], sums, scratch)

@@ -56,7 +56,7 @@ class Work:
     values: torch.Tensor
     offer: Offer
     started: float
-    encoded: bytes | bytearray = b""
+    encoded: bytes | memoryview = b""
     """The values as the run's codec writes them; nothing for fp32, or without weight."""
     attempts: int = 0
     bytes_sent: int = 0

@@ -140,6 +140,7 @@ class AsyncCollective:
                 seconds=trio.current_time() - started,
                 partner=swap.partner,
                 values=swap.theirs,
+                ours=swap.ours,
                 weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
                 problem=swap.problem,
                 shapes=shapes_of(values),

@@ -54,7 +54,7 @@ Operation: TypeAlias = Literal["reduce", "gather", "exchange"]
 """
 Schedule: TypeAlias = Literal["ring", "direct"]
 """How what is reduced travels: around a ring (see `protocol.ring`), or to the owners of blocks and back (see
-`protocol.direct`). Lossy codecs know the second way only, gathers and exchanges the first."""
+`protocol.direct`). Values of lossy codecs are reduced in the second way only; gathers and exchanges know the first."""
 
 
 @attrs.frozen(order=True)
@@ -147,14 +147,14 @@ def _check_sizes(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], sizes
 
 
 def _usual_schedule(plan: Plan) -> Schedule:
-    return "ring" if plan.codec == "fp32" else "direct"
+    return "direct" if plan.operation == "reduce" and plan.codec != "fp32" else "ring"
 
 
 def _check_schedule(plan: Plan, _attribute: attrs.Attribute[Schedule], schedule: Schedule) -> None:
-    if plan.codec != "fp32" and schedule != "direct":
-        raise ValueError("values of a lossy codec do not go around a ring")
-    if plan.operation != "reduce" and schedule != "ring":
+    if schedule == "direct" and plan.operation != "reduce":
         raise ValueError("only what is reduced goes to owners of blocks")
+    if schedule == "ring" and plan.operation == "reduce" and plan.codec != "fp32":
+        raise ValueError("values of a lossy codec do not go around a ring")
 
 
 def _check_blocks(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], blocks: tuple[int, ...]) -> None:

@@ -101,6 +101,11 @@ class Reduction(ABC):
             ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
         """
 
+    @property
+    def shared(self) -> int:
+        """Bytes that some member may have to send to others before the next ones of a neighbour can come."""
+        return 0
+
     def holdings(self) -> tuple[Holding, ...]:
         """What is reduced here by now, by the plan that has done so."""
         own = Source(self.plan.id, self.plan.members, self.plan.weights)

@@ -25,7 +25,7 @@ from protocol.attempts import Attempts
 from protocol.ballots import Offer
 from protocol.codecs import CodecName, NotFinite
 from protocol.collective import Reduced
-from protocol.contribution import Contributor, is_finite
+from protocol.contribution import Contributor
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
@@ -103,7 +103,7 @@ class Rounds:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report = roster, report
         self._max_weight, self._max_block = max_weight, max_block
-        self._codec, self._contributor = codec, Contributor(codec)
+        self._codec, self._contributor, self._swapper = codec, Contributor(codec), Contributor(codec)
         self._meter = meter or Meter(endpoint)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
         self._carrying = Attempts(
@@ -160,6 +160,7 @@ class Rounds:
         """We hold the state `revision` now, fetched from others: results of before may be another branch's."""
         self._results.clear()
         self._contributor.reset()
+        self._swapper.reset()
         self._heard = None
         self._digests.clear()
         for leadership in self._rounds.values():
@@ -227,7 +228,7 @@ class Rounds:
             encoded = await self._contributor.encode(values)
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
-            offer, encoded = attrs.evolve(offer, weight=0.0), bytearray()
+            offer, encoded = attrs.evolve(offer, weight=0.0), memoryview(b"")
         counted = False
         try:
             work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
@@ -270,14 +271,14 @@ class Rounds:
         Returns:
             The plan, without data, and what came of it for us.
 
-        Raises: As `all_reduce`. A partner that is lost is no error.
+        Raises: As `all_reduce`, and NotFinite, which is a ValueError. A partner that is lost is no error.
         """
-        if not await is_finite(values):
-            raise ValueError("the values are not finite")
+        encoded = await self._swapper.encode(values)
         offer = self._offer("exchange", revision, len(values), weight, digest)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
-        swap = Swap(agreed.plan, values, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
+        swap = Swap(agreed.plan, values, encoded, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
         await self._carrying.run(swap)
+        self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap
 
     def progress(self, revision: int) -> tuple[int, int]:

@@ -115,7 +115,7 @@ class Transfer:
         plan: Plan,
         values: torch.Tensor,
         *,
-        encoded: bytes | bytearray = b"",
+        encoded: bytes | memoryview = b"",
         endpoint: Endpoint,
         inbox: RingInbox,
         times: RoundTimes,
@@ -231,13 +231,13 @@ class Transfer:
     async def _receive(self, ring: Reduction, place: int) -> None:
         peer = self.plan.members[place]
         arrival: _Arrival | None = None
-        read = READ
+        read, stall = READ, self._times.stall + ring.shared / self._times.slowest
         try:
-            with trio.fail_after(self._times.stall):
+            with trio.fail_after(stall):
                 arrival = await self._inbox.take(self.plan.id, peer)
             for _ in range(ring.incoming(place)):
                 target = ring.target(place)
-                read = await self._fill(arrival.stream, target, read)
+                read = await self._fill(arrival.stream, target, read, stall)
                 self.bytes_received += target.nbytes
                 ring.filled(place)
                 self._progress.unpark_all()
@@ -247,7 +247,7 @@ class Transfer:
             with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
-            self._fail(peer, f"nothing came from {peer.short} for {self._times.stall:g} s")
+            self._fail(peer, f"nothing came from {peer.short} for {stall:g} s")
             await trio.sleep_forever()
         except ShoalError as error:
             self._fail(peer, str(error))
@@ -256,15 +256,15 @@ class Transfer:
             if arrival is not None:
                 arrival.over.set()
 
-    async def _fill(self, stream: Stream, target: memoryview, read: int) -> int:
+    async def _fill(self, stream: Stream, target: memoryview, read: int, stall: float) -> int:
         """Receives all of a segment, so many bytes at a time; returns how many that should be the next time."""
-        stall, position = self._times.stall, 0
+        position = 0
         while position < len(target):
             began = trio.current_time()
             with trio.fail_after(stall):
                 await stream.receive_into(target[position : position + read])
             position += read
-            quick = trio.current_time() - began < _QUICK * stall
+            quick = trio.current_time() - began < _QUICK * self._times.stall
             read = min(2 * read, _LONGEST_READ) if quick else READ
         return read
 

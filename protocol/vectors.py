@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 _SMALLEST = 1 << 22  # bytes of which it is worth while: two huge pages
+_SPARE = 2  # memories that wait to be used again: a result's, and that for the bytes of encoded sums
 
 
 class VectorPool:
@@ -21,16 +22,14 @@ class VectorPool:
     """
 
     def __init__(self) -> None:
-        self._spare: mmap.mmap | None = None
+        self._spare: dict[int, mmap.mmap] = {}  # by bytes; the one that was given back last is last
 
     def take(self, length: int) -> torch.Tensor:
         """A 1-D fp32 CPU tensor with any contents."""
         size = 4 * length
         if size < _SMALLEST:
             return torch.empty(length, dtype=torch.float32)
-        memory, self._spare = self._spare, None
-        if memory is None or len(memory) != size:
-            memory = _new_memory(size)
+        memory = self._spare.pop(size, None) or _new_memory(size)
         array = np.frombuffer(memory, dtype=np.float32)
         weakref.finalize(
             array, self._give, memory
@@ -38,7 +37,10 @@ class VectorPool:
         return torch.from_numpy(array)
 
     def _give(self, memory: mmap.mmap) -> None:
-        self._spare = memory
+        self._spare.pop(len(memory), None)
+        self._spare[len(memory)] = memory
+        if len(self._spare) > _SPARE:
+            del self._spare[next(iter(self._spare))]
 
 
 def _new_memory(size: int) -> mmap.mmap:

@@ -18,7 +18,9 @@ a function of its values alone: whichever attempt at a round is salvaged, `Error
 is right for a sender with error feedback. *Stochastic*, with a seed, is right on average: up with a probability equal
 to the distance from the code below. It is for values whose error nobody keeps, such as a sum that the owner of a chunk
 encodes again: to nearest, most of a block with one outlier would become 0, in every round. It costs about sqrt(2) times
-the root mean square error, and the owner's bytes are what everybody decodes, so only the owner needs the seed.
+the root mean square error, and the owner's bytes are what everybody decodes, so only the owner needs the seed. Chance
+is a fixed table of 2^16 different numbers in random order, from a place that the seed decides. So over many seeds each
+element meets each number equally often, though elements that are 2^16 apart always meet the same one.
 """
 
 from __future__ import annotations
@@ -54,5 +56,5 @@ def block_of(name: CodecName) -> int:
 
 
 def make_codec(name: CodecName) -> Codec:
-    """A codec with scratch memory of its own, about 1 MiB."""
+    """A codec with scratch memory of its own, 2 to 5 MiB that are touched as far as vectors are long."""
     return _CODECS[name]()

@@ -9,10 +9,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.codecs.base import BLOCK, LARGEST, PIECE, SMALLEST, Codec, largest, random_integers
+from protocol.codecs.base import BLOCK, LARGEST, PIECE, SMALLEST, Codec, chances, finite, fractions
 from protocol.errors import ProtocolError
 
 SCALE = 4  # bytes
+
+
+class _Scratch:
+    """Memory for some blocks. Scales are there for PyTorch, and for NumPy, which is quicker with so few numbers."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.values = torch.empty(rows, BLOCK)
+        self.peaks, self.scales, self.inverses = (np.ones((rows, 1), np.float32) for _ in range(3))
+        self.peak_tensor, self.scale_tensor, self.inverse_tensor = map(
+            torch.from_numpy, (self.peaks, self.scales, self.inverses)
+        )
+
+    def first(self, rows: int) -> _Scratch:
+        """The same memory for fewer blocks."""
+        if rows == self._rows:
+            return self
+        part = _Scratch.__new__(_Scratch)
+        vars(part).update({name: value[:rows] for name, value in vars(self).items() if name != "_rows"}, _rows=rows)
+        return part
 
 
 class _Blockwise(Codec):
@@ -26,93 +46,115 @@ class _Blockwise(Codec):
 
     def __init__(self) -> None:
         super().__init__()
-        rows = PIECE // BLOCK
-        self._scratch = torch.empty(rows, BLOCK)
-        self._codes = torch.empty(rows, BLOCK, dtype=torch.int32)
-        self._scales = torch.empty(rows, 1)
-        self._peaks = torch.empty(rows, 1)
-        self._last = torch.empty(1, BLOCK)
-        self._last_row = torch.empty(1, self.encoded_size(BLOCK), dtype=torch.uint8)
-        self._most = _round_up(torch.tensor([LARGEST / self.levels])).item()
-        self._least = SMALLEST / self.levels
+        self._row = self.encoded_size(BLOCK)
+        self._scratch = _Scratch(PIECE // BLOCK)
+        self._last = torch.empty(3, 1, BLOCK)
+        self._last_row = np.empty((1, self._row), np.uint8)
+        most = np.array([LARGEST / self.levels], np.float32)
+        self._most, self._least = _round_up(most)[0], np.float32(SMALLEST / self.levels)
 
     def encoded_size(self, length: int) -> int:
         return -(-length // BLOCK) * SCALE + -(-length * self.bits // 8)
 
-    def _encode(self, values: torch.Tensor, out: torch.Tensor, noise: np.random.SFC64 | None) -> None:
-        whole = values.numel() // BLOCK * BLOCK
+    def _encode(
+        self,
+        values: torch.Tensor,
+        out: NDArray[np.uint8],
+        chance: int | None,
+        meaning: torch.Tensor | None,
+        rest: torch.Tensor | None,
+    ) -> None:
+        length = values.numel()
+        whole = length // BLOCK * BLOCK
         size = self.encoded_size(whole)
         if whole:
-            self._encode_rows(values[:whole].view(-1, BLOCK), out[:size].view(-1, self.encoded_size(BLOCK)), noise)
-        if whole < values.numel():
-            self._last.zero_()[0, : values.numel() - whole] = values[whole:]
-            self._encode_rows(self._last, self._last_row, noise)
-            out[size:] = self._last_row[0, : out.numel() - size]
+            self._encode_rows(
+                values[:whole].view(-1, BLOCK),
+                out[:size].reshape(-1, self._row),
+                chance,
+                None if meaning is None else meaning[:whole].view(-1, BLOCK),
+                None if rest is None else rest[:whole].view(-1, BLOCK),
+            )
+        if whole < length:
+            last, meant, left = self._last.zero_()
+            last[0, : length - whole] = values[whole:]
+            self._encode_rows(last, self._last_row, None if chance is None else chance + whole, meant, left)
+            out[size:] = self._last_row[0, : out.size - size]
+            if meaning is not None:
+                meaning[whole:] = meant[0, : length - whole]
+            if rest is not None:
+                rest[whole:] = left[0, : length - whole]
 
-    def _encode_rows(self, values: torch.Tensor, out: torch.Tensor, noise: np.random.SFC64 | None) -> None:
-        rows = len(values)
-        magnitudes, peaks = torch.abs(values, out=self._scratch[:rows]), self._peaks[:rows]
-        if largest(torch.amax(magnitudes, 1, keepdim=True, out=peaks)) > LARGEST:
+    def _encode_rows(
+        self,
+        values: torch.Tensor,
+        out: NDArray[np.uint8],
+        chance: int | None,
+        meaning: torch.Tensor | None,
+        rest: torch.Tensor | None,
+    ) -> None:
+        scratch, exact = self._scratch.first(len(values)), values
+        peaks, scales, inverses = scratch.peaks, scratch.scales, scratch.inverses
+        torch.amax(torch.abs(values, out=scratch.values), 1, keepdim=True, out=scratch.peak_tensor)
+        if finite(peaks.max().item()) > LARGEST:
             values = values.clamp(-LARGEST, LARGEST)
-            peaks.clamp_(max=LARGEST)
-        scales = torch.div(peaks, self.levels, out=self._scales[:rows])
+            np.minimum(peaks, np.float32(LARGEST), out=peaks)
+        np.divide(peaks, np.float32(self.levels), out=scales)
         if self.levels > 1:
             _round_up(scales)
-        scales.masked_fill_(peaks < SMALLEST, 0)
-        out[:, :SCALE] = scales.view(torch.uint8)
-        quotients = torch.div(values, scales.masked_fill_(scales == 0, 1), out=magnitudes)
-        self._encode_codes(quotients, out[:, SCALE:], noise)
+        np.divide(np.float32(1), np.maximum(scales, self._least, out=inverses), out=inverses)
+        if peaks.min() < SMALLEST:
+            zero = peaks < SMALLEST
+            scales[zero] = inverses[zero] = 0
+        _scales_in(out)[:] = scales
+        quotients = torch.mul(values, scratch.inverse_tensor, out=scratch.values)
+        self._encode_codes(quotients, torch.from_numpy(out)[:, SCALE:], chance)
+        if rest is not None:  # products are exact, so it does not matter whether they are rounded before they are added
+            torch.addcmul(exact, quotients, scratch.scale_tensor, value=-1, out=rest)
+        if meaning is not None:
+            torch.mul(quotients, scratch.scale_tensor, out=meaning)
 
-    def _decode(self, data: NDArray[np.uint8], into: torch.Tensor) -> None:
+    def _decode(self, data: NDArray[np.uint8], into: torch.Tensor, factor: float = 1.0) -> None:
         whole = into.numel() // BLOCK * BLOCK
         size = self.encoded_size(whole)
         if whole:
-            self._decode_rows(data[:size].reshape(-1, self.encoded_size(BLOCK)), into[:whole].view(-1, BLOCK))
+            self._decode_rows(data[:size].reshape(-1, self._row), into[:whole].view(-1, BLOCK), factor)
         if whole < into.numel():
-            row = self._last_row.zero_().numpy()
-            row[0, : data.size - size] = data[size:]
-            self._decode_rows(row, self._last)
-            into[whole:] = self._last[0, : into.numel() - whole]
+            self._last_row.fill(0)
+            self._last_row[0, : data.size - size] = data[size:]
+            self._decode_rows(self._last_row, self._last[0], factor)
+            into[whole:] = self._last[0, 0, : into.numel() - whole]
 
-    def _decode_rows(self, data: NDArray[np.uint8], into: torch.Tensor) -> None:
+    def _decode_rows(self, data: NDArray[np.uint8], into: torch.Tensor, factor: float) -> None:
+        scratch = self._scratch.first(len(data))
         self._decode_codes(data[:, SCALE:], into)
-        into.mul_(self._read_scales(data[:, :SCALE]))
+        np.multiply(_scales_in(data), np.float32(factor), out=scratch.scales)
+        into.mul_(scratch.scale_tensor)
 
     def _check(self, data: NDArray[np.uint8]) -> None:
-        size = self.encoded_size(BLOCK)
-        whole = data.size // size * size
-        self._check_scales(data[:whole].reshape(-1, size)[:, :SCALE])
-        if whole < data.size:
-            self._check_scales(data[np.newaxis, whole : whole + SCALE])
+        rows = data.size // self._row
+        self._check_scales(_scales_in(data[: rows * self._row].reshape(rows, self._row)))
+        if rows * self._row < data.size:
+            self._check_scales(_scales_in(data[np.newaxis, rows * self._row :]))
 
-    def _check_scales(self, data: NDArray[np.uint8]) -> None:
-        scales = self._read_scales(data)
-        valid = (scales == 0) | (scales >= self._least) & (scales <= self._most)
+    def _check_scales(self, scales: NDArray[np.float32]) -> None:
+        valid = (scales >= self._least) & (scales <= self._most) | (scales == 0)
         if not valid.all():
-            raise ProtocolError(f"a scale of {self.name} is out of bounds: {scales[~valid][0].item():g}")
-
-    def _read_scales(self, data: NDArray[np.uint8]) -> torch.Tensor:
-        scales = self._scales[: len(data)]
-        np.copyto(scales.view(torch.uint8).numpy(), data)
-        return scales
+            raise ProtocolError(f"a scale of {self.name} is out of bounds: {scales[~valid][0]:g}")
 
     @abstractmethod
-    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, noise: np.random.SFC64 | None) -> None:
-        """Writes the codes of values / scales, one block per row; overwrites the quotients."""
+    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, chance: int | None) -> None:
+        """Writes the codes of values / scales, one block per row. The quotients become what these codes mean."""
 
     @abstractmethod
     def _decode_codes(self, data: NDArray[np.uint8], into: torch.Tensor) -> None:
         """Reads the codes of whole blocks, one per row, as values for a scale of 1."""
 
-    def _round(self, quotients: torch.Tensor, noise: np.random.SFC64 | None) -> torch.Tensor:
+    def _round(self, quotients: torch.Tensor, chance: int | None) -> torch.Tensor:
         """In place: to whole numbers. None is beyond `levels`, since scales were rounded up."""
-        if noise is None:
+        if chance is None:
             return quotients.round_()
-        uniform = self._spare(quotients).copy_(random_integers(noise, quotients))
-        return quotients.add_(uniform.add_(0.5).mul_(2.0**-16)).floor_()
-
-    def _spare(self, like: torch.Tensor) -> torch.Tensor:
-        return self._values[: like.numel()].view_as(like)
+        return quotients.add_(fractions()[chance : chance + quotients.numel()].view_as(quotients)).floor_()
 
 
 class Int8(_Blockwise):
@@ -122,11 +164,11 @@ class Int8(_Blockwise):
     bits = 8
     levels = 127
 
-    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, noise: np.random.SFC64 | None) -> None:
-        out.view(torch.int8).copy_(self._round(quotients, noise))
+    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, chance: int | None) -> None:
+        out.view(torch.int8).copy_(self._round(quotients, chance))
 
     def _decode_codes(self, data: NDArray[np.uint8], into: torch.Tensor) -> None:
-        np.copyto(into.numpy(), data.view(np.int8))
+        into.copy_(torch.from_numpy(data).view(torch.int8))
 
 
 class _FourBit(_Blockwise):
@@ -141,6 +183,7 @@ class _FourBit(_Blockwise):
         pairs = np.array([(low, high) for high in self.values for low in self.values], dtype=np.float32)
         self._pairs = pairs.view(np.uint64).ravel()
         self._index = np.empty((PIECE // BLOCK, BLOCK // 2), dtype=np.intp)
+        self._codes = torch.empty(PIECE // BLOCK, BLOCK, dtype=torch.int32)
 
     def _decode_codes(self, data: NDArray[np.uint8], into: torch.Tensor) -> None:
         index = self._index[: len(data)]
@@ -160,8 +203,8 @@ class Int4(_FourBit):
     levels = 7
     values: ClassVar[list[float]] = [*range(8), *range(-8, 0)]
 
-    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, noise: np.random.SFC64 | None) -> None:
-        codes = self._codes[: len(quotients)].copy_(self._round(quotients, noise))
+    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, chance: int | None) -> None:
+        codes = self._codes[: len(quotients)].copy_(self._round(quotients, chance))
         self._pack(codes.bitwise_and_(15), out)
 
 
@@ -182,26 +225,33 @@ class E3M0(_FourBit):
     FLOOR_EXPONENT = 120  # its exponent in fp32
     FROM_ROOT = 0x800000 - 0x3504F3  # carries from the mantissa of the square root of 2 on
 
-    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, noise: np.random.SFC64 | None) -> None:
+    def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, chance: int | None) -> None:
         codes = quotients.view(torch.int32)
         signs = torch.bitwise_right_shift(codes, 28, out=self._codes[: len(codes)]).bitwise_and_(8)
         ratios = quotients.abs_()
-        if noise is None:
+        if chance is None:
             ratios.clamp_(min=self.FLOOR)
             codes.add_(self.FROM_ROOT)
         else:
             # From 0 to the smallest power is mapped onto the octave below it, where chance can choose between the two.
-            lifted = torch.mul(ratios, 0.5, out=self._spare(ratios)).add_(self.FLOOR)
+            lifted = torch.mul(ratios, 0.5, out=self._values[: ratios.numel()].view_as(ratios)).add_(self.FLOOR)
             torch.maximum(ratios, lifted, out=ratios)
-            codes.add_(random_integers(noise, codes).mul_(128).add_(64))
+            codes.add_(chances()[chance : chance + codes.numel()].view_as(codes), alpha=128).add_(64)
         self._pack(codes.bitwise_right_shift_(23).sub_(self.FLOOR_EXPONENT).bitwise_or_(signs), out)
+        self._decode_codes(out.numpy(), quotients)
 
 
-def _round_up(values: torch.Tensor) -> torch.Tensor:
+def _scales_in(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The scales at the beginning of encoded blocks, where they are; one per row."""
+    return rows[:, :SCALE].view(np.float32)
+
+
+def _round_up(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """In place: positive values to 16 significant bits. The product with a code of 7 bits is then exact.
 
     A quotient that was rounded down to just 16 bits would come out too small. There is none: for a divisor 2^k - 1
     the next greater dividend is more than half a unit in the last place of the quotient away.
     """
-    values.view(torch.int32).add_(0xFF).bitwise_and_(-0x100)
+    bits = values.view(np.int32)
+    np.bitwise_and(np.add(bits, 0xFF, out=bits), -0x100, out=bits)
     return values

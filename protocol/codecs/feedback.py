@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from protocol.codecs.base import Bytes, Codec
+from protocol.codecs.base import Bytes, Codec, NotFinite, as_array, pieces
+from protocol.vectors import VectorPool
 
 
 class ErrorFeedback:
@@ -22,7 +25,7 @@ class ErrorFeedback:
 
     def __init__(self, codec: Codec, length: int, *, decay: float = 1.0) -> None:
         self._codec, self._decay = codec, decay
-        self._residual = torch.zeros(length)
+        self._residual = VectorPool().take(length).zero_()
         self._pending = torch.empty(0)  # what this round leaves out, where it was encoded
         self._encoded: set[tuple[int, int]] = set()
 
@@ -40,21 +43,30 @@ class ErrorFeedback:
             out: As for `Codec.encode`.
 
         Raises:
-            NotFinite: A corrected value is not finite; nothing else has changed.
+            NotFinite: A corrected value is not finite. What else was encoded in this round does not count any more.
         """
-        corrected = values.detach() + self._residual[start : start + values.numel()]
-        self._codec.encode(corrected, out)
-        decoded = torch.empty_like(corrected)
-        self._codec.decode(out, decoded)
         if not len(self._pending):
-            self._pending = torch.empty_like(self._residual)
+            self._pending = VectorPool().take(len(self._residual))
+        values, target, codec = values.detach(), as_array(out), self._codec
+        for first, last in pieces(values.numel()):
+            place = slice(start + first, start + last)
+            corrected = torch.add(values[first:last], self._residual[place], out=self._pending[place])
+            try:
+                codec.encode(corrected, target[codec.encoded_size(first) : codec.encoded_size(last)], rest=corrected)
+            except NotFinite:
+                self.abort()
+                raise
+            if self._decay != 1:
+                corrected.mul_(self._decay)
         self._encoded.add((start, start + values.numel()))
-        self._pending[start : start + values.numel()] = corrected.sub_(decoded).mul_(self._decay)
 
     def commit(self) -> None:
         """The round is finished, and our messages are part of its result."""
-        for start, stop in self._encoded:
-            self._residual[start:stop] = self._pending[start:stop]
+        if _covers(self._encoded, len(self._residual)):
+            self._residual, self._pending = self._pending, self._residual
+        else:
+            for start, stop in self._encoded:
+                self._residual[start:stop] = self._pending[start:stop]
         self._encoded.clear()
 
     def abort(self) -> None:
@@ -65,3 +77,12 @@ class ErrorFeedback:
         """A state was downloaded: what was left out belongs to another one."""
         self._encoded.clear()
         self._residual.zero_()
+
+
+def _covers(bounds: Iterable[tuple[int, int]], length: int) -> bool:
+    position = 0
+    for start, stop in sorted(bounds):
+        if start > position:
+            return False
+        position = max(position, stop)
+    return position == length

@@ -12,6 +12,7 @@ import torch
 import trio
 
 from protocol.channels import ChannelSettings
+from protocol.codecs import CodecName
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
@@ -58,7 +59,7 @@ class Peer:
             self.identity, swarm.network.transport(self.host), rng=random.Random(number), limits=limits
         )
         self.courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
-        settings = ChannelSettings(times=swarm.times, max_block=1 << 24, courtesy=self.courtesy)
+        settings = ChannelSettings(times=swarm.times, codec=swarm.codec, max_block=1 << 24, courtesy=self.courtesy)
         self.collective = AsyncCollective(self.endpoint, RUN, roster=self, settings=settings)
         self.scope = trio.CancelScope()
         self.alive = False
@@ -122,7 +123,9 @@ class Swarm:
         bandwidth: float | None = None,
         times: RoundTimes = TIMES,
         limits: Callable[[int], Limits] = lambda number: Limits(),
+        codec: CodecName = "fp32",
     ) -> None:
+        self.codec: CodecName = codec
         self.run_id, self.seed, self.times = RUN, seed, times
         self.network = MemoryNetwork(latency=latency, bandwidth=bandwidth)
         self.peers = [Peer(self, number, limits(number)) for number in range(count)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import trio
 
+from protocol.codecs import ErrorFeedback, make_codec
 from protocol.errors import PeerGone, ShoalError
 from protocol.plan import NO_BALLOT, NO_DIGEST
 from protocol.round_messages import GatherBlock, Queued, Ready, RingData
@@ -93,3 +94,23 @@ async def test_values_that_are_not_finite_do_not_reach_the_caller_of_an_exchange
             assert exchanged.values is None or exchanged.values.tolist() == [1.0] * 5
             problems.add(exchanged.problem and "finite" in exchanged.problem)
         assert True in problems
+
+
+async def test_what_an_exchange_leaves_out_counts_only_if_the_partner_keeps_to_the_rules(autojump_clock, swarm_of):
+    length, codec = 3000, make_codec("int4")
+    async with swarm_of(2, codec="int4") as swarm:
+        honest, liar = swarm.peers
+        twist(liar, data=lambda data: b"\xff" * len(data))  # scales that are no numbers
+        values = torch.randn(length, generator=torch.Generator().manual_seed(1))
+        feedback, problems = ErrorFeedback(codec, length), set()
+        for _ in range(8):  # the liar can lie if it opens the stream
+            outcomes = await swarm.together(lambda peer: peer.collective.exchange(values))
+            problems.add(outcomes[honest].problem)
+            data, expected = bytearray(codec.encoded_size(length)), torch.empty(length)
+            feedback.encode(0, values, data)
+            codec.decode(data, expected)
+            if outcomes[honest].values is not None:
+                assert torch.equal(outcomes[honest].ours, expected)
+                feedback.commit()
+        assert "" in problems
+        assert any("scale" in problem for problem in problems)

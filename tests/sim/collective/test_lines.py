@@ -41,7 +41,9 @@ async def test_after_one_round_the_slow_member_owns_little_and_the_time_is_near_
         slow = swarm.peers[0].id
         assert dict(zip(later.plan.members, later.plan.blocks, strict=True))[slow] < LENGTH / 50
         assert later.seconds < 1.15 * BOUND < first.seconds
-        lines = {peer.id: Rates(SLOW if peer.id == slow else FAST, SLOW if peer.id == slow else FAST) for peer in swarm.peers}
+        lines = {
+            peer.id: Rates(SLOW if peer.id == slow else FAST, SLOW if peer.id == slow else FAST) for peer in swarm.peers
+        }
         assert later.seconds < 1.15 * estimate(later.plan, lines)
         await swarm.rest()
 

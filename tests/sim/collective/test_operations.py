@@ -128,6 +128,26 @@ async def test_exchange_swaps_within_pairs(autojump_clock, swarm_of, count):
         await swarm.rest()
 
 
+@pytest.mark.parametrize(("codec", "most"), [("bf16", 0.501), ("int8", 0.27), ("int4", 0.14), ("e3m0", 0.14)])
+async def test_a_codec_makes_exchanges_shorter_and_both_hold_the_same_of_both(autojump_clock, swarm_of, codec, most):
+    async with swarm_of(2, codec=codec) as swarm:
+        one, two = swarm.peers
+        generator = torch.Generator().manual_seed(1)
+        values = {peer: torch.randn(40_001, generator=generator) for peer in swarm.peers}
+        total = dict.fromkeys(swarm.peers, torch.zeros(40_001))
+        for number in range(20):
+            outcomes = await swarm.together(lambda peer: peer.collective.exchange(values[peer]))
+            assert torch.equal(outcomes[one].values, outcomes[two].ours)
+            assert torch.equal(outcomes[two].values, outcomes[one].ours)
+            assert outcomes[one].bytes_sent == outcomes[two].bytes_received <= most * 160_004
+            total = {peer: total[peer] + outcomes[peer].ours for peer in swarm.peers}
+            if not number:
+                first = {peer: (total[peer] - values[peer]).abs().mean() for peer in swarm.peers}
+        for peer in swarm.peers:  # what one message leaves out, the next ones bring
+            assert 0 < (total[peer] / 20 - values[peer]).abs().mean() < first[peer] / 4
+        await swarm.rest()
+
+
 async def test_pairs_change(autojump_clock, swarm_of):
     async with swarm_of(4) as swarm:
         partners = set()
