@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated
 
 import msgspec
@@ -88,6 +89,7 @@ class Donor:
         manifest: The manifest's text, which everybody may have.
         admits: Whether a peer may have states.
         courtesy: What states give way to.
+        measuring: Within it, states are sent.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class Donor:
         *,
         admits: Callable[[PeerId], bool] = lambda peer: True,
         courtesy: Courtesy | None = None,
+        measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._run = run
         self._manifest = manifest
         self._admits = admits
         self._courtesy = courtesy or Courtesy(lambda: endpoint.bytes_sent)
+        self._measuring = measuring
         self.served = -math.inf
         """When a state, or a part of one, was asked for last, on trio's clock."""
         self._states: deque[CommittedState] = deque(maxlen=KEPT_STATES)
@@ -151,8 +155,9 @@ class Donor:
         start = request.leaf * merkle.LEAF
         views = list(read_range(state.outer, start, merkle.LEAF))
         await stream.send(RangeReply(sum(len(view) for view in views)))
-        for view in views:
-            await self._courtesy.send(stream, view)
+        with self._measuring():
+            for view in views:
+                await self._courtesy.send(stream, view)
         await stream.finish()
 
 

@@ -10,7 +10,8 @@ owner encodes is rounded stochastically, with a seed that the plan and the place
 pieces begin at multiples of the codec's block. Parts that an earlier attempt has reduced belong to no block: whoever
 lacks one gets its fp32 bits from the nearest member to the left that holds it.
 
-With the codec `fp32` nothing is lost on the way, and the two hops are fewer than around a ring of three and more.
+With the codec `fp32` nothing is lost on the way, and the two hops are fewer than around a ring of three and more. A
+member that owns no block only sends its values and gets the result, which is the least that can be.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _BURST_SECONDS = 0.1
 class TokenBucket:
     """A budget that fills at a steady rate up to a tenth of a second's worth, and may be overdrawn.
 
-    Overdrawing keeps its user simple: it spends what it did, and waits while `delay` is positive. Users that say who they
-    are take turns: whoever has waited for longest goes first.
+    Overdrawing keeps its user simple: it spends what it did, and waits while `delay` is positive. Users that say who
+    they are take turns: whoever has waited for longest goes first.
 
     Args:
         rate: Bytes per second, above zero.
@@ -30,7 +30,7 @@ class TokenBucket:
         self._burst = max(_SMALLEST_BURST, rate * _BURST_SECONDS)
         self._level = self._burst
         self._updated: float | None = None
-        self._waiting: dict[Hashable, None] = {}  # in the order in which they came
+        self._waiting: list[object] = []  # in the order in which they came
 
     def level(self, now: float) -> int:
         """Bytes that may be spent now; negative while in debt."""
@@ -39,25 +39,27 @@ class TokenBucket:
         self._updated = now
         return int(self._level)
 
-    def spend(self, count: int, now: float, who: Hashable = None) -> None:
+    def spend(self, count: int, now: float, who: object = None) -> None:
         """Takes bytes out, whether they are there or not."""
         self.level(now)
         self._level -= count
         if count:
             self.leave(who)
 
-    def delay(self, now: float, who: Hashable = None) -> float:
+    def delay(self, now: float, who: object = None) -> float:
         """Seconds until a useful number of bytes may be spent, also by those who wait already; 0 if that is now."""
         ahead = 0
         if who is not None:
-            self._waiting.setdefault(who)
-            ahead = next(place for place, other in enumerate(self._waiting) if other is who)
+            if who not in self._waiting:
+                self._waiting.append(who)
+            ahead = self._waiting.index(who)
         missing = min((1 + ahead) * _SMALLEST_BURST / 2, self._burst) - self.level(now)
         return max(0.0, missing / self._rate)
 
-    def leave(self, who: Hashable) -> None:
+    def leave(self, who: object) -> None:
         """Somebody does not wait any more."""
-        self._waiting.pop(who, None)
+        if who in self._waiting:
+            self._waiting.remove(who)
 
 
 @attrs.define

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 
 import attrs
 import torch
@@ -199,6 +200,10 @@ class Rounds:
             transfers=self._carrying.going_on,
             results=len(self._results),
         )
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Within the block, bulk data of others than ours is moved: it tells something about our lines, too."""
+        return self._meter.during()
 
     # Taking part.
 
