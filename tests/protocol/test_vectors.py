@@ -51,3 +51,9 @@ def test_memory_of_another_length_is_not_used():
     del del_me
     gc.collect()
     assert len(pool.take(2 * LONG)) == 2 * LONG
+
+
+def test_memory_of_two_lengths_waits_to_be_used_again():
+    pool = VectorPool()
+    places = {length: pool.take(length).data_ptr() for length in (LONG, 2 * LONG)}
+    assert {length: pool.take(length).data_ptr() for length in places} == places
