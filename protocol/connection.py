@@ -262,7 +262,7 @@ class Connection:
 
     def kick(self) -> None:
         """There may be something to write."""
-        if self._wake:
+        if self._wake and (self.mux.urgent or self.mux.bulk_waiting):
             self._wake.unpark_all()
         if self.mux.pieces_waiting:
             self.lanes.kick()
@@ -311,12 +311,9 @@ class Connection:
                 while self.failure is None:
                     room = self.mux.room()
                     if room and (count := self.channel.take_into(room)):
-                        events = self.mux.placed(room[:count])
-                        self.dispatch(events)
-                        if events and isinstance(events[-1], Readable):
-                            await self.make_way()
+                        await self.hand_over(self.mux.placed(room[:count]))
                     elif (record := self.channel.take()) is not None:
-                        self.dispatch(self.mux.receive(record))
+                        await self.hand_over(self.mux.receive(record))
                         if self.mux.work - self._worked >= _WORK_AT_ONCE:
                             await self.rest()
                     else:
@@ -340,15 +337,13 @@ class Connection:
         if delay := self._patience.delay(now):
             await trio.sleep(delay)
 
-    async def make_way(self) -> None:
-        """Lets whoever waits for what has arrived say where to write what comes next."""
-        for _ in range(2):  # others run in any order, so we may be the first the next time
-            await trio.lowlevel.checkpoint()
-
-    def dispatch(self, events: list[Event]) -> None:
-        """Tells those concerned what arrived."""
+    async def hand_over(self, events: list[Event]) -> None:
+        """Tells those concerned what arrived. Lets whoever waits for raw bytes say where the next ones belong."""
         for event in events:
             self._dispatch(event)
+        if events and isinstance(last := events[-1], Readable) and last.stream.wanted is not None:
+            for _ in range(2):  # tasks run in any order, so the first time we may be before them
+                await trio.lowlevel.checkpoint()
 
     def _dispatch(self, event: Event) -> None:
         match event:

@@ -141,7 +141,7 @@ class LaneOwner(Protocol):
     mux: Mux
     upload: TokenBucket | None
 
-    def dispatch(self, events: list[Event]) -> None:
+    async def hand_over(self, events: list[Event]) -> None:
         """Tells those concerned."""
 
     def progressed(self, raw: MuxStream) -> None:
@@ -273,7 +273,7 @@ class Lane:
             except ProtocolError as error:  # this is the peer's
                 self._owner.fail(error)
                 raise
-            self._owner.dispatch(events)
+            await self._owner.hand_over(events)
             self.proven = True
             if self._mux.work - work >= _WORK_AT_ONCE:
                 await self._owner.rest()
