@@ -13,9 +13,9 @@ from trio.testing import MockClock
 
 from dht import DHT
 from dht.messages import Find, Found
+from peer.chain import Tip
 from peer.membership import Membership
 from peer.probe import Prober
-from peer.state import Tip
 from peer.sync import DescribeRequest, Donor, RangeRequest
 from protocol import frames, wire
 from protocol.channel import SecureChannel, handshake
