@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from peer.membership import Hello, StatusClaim, TipClaim, Welcome
-from peer.sync import DescribeRequest, Description
+from peer.sync import DescribeRequest, Description, HistoryReply, HistoryRequest
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import Identity
@@ -85,16 +85,20 @@ class Inflator(Liar):
 
     def __init__(self, swarm, victims):
         super().__init__(swarm, victims)
-        self.endpoint.handle(DescribeRequest, self.on_describe)
+        self.endpoint.handle(HistoryRequest, self.on_history)
 
     def claim(self):
         revision, digest = self.tip
         return TipClaim(revision, 1e6, bytes.fromhex(digest)) if digest else None
 
-    async def on_describe(self, request, stream):
+    async def on_history(self, request, stream):
         self.asked += 1
-        victim = self.victims[0].id
-        return await self.endpoint.request(victim, request, Description)
+        async with self.endpoint.open(self.victims[0].id, request) as true:
+            reply = await true.receive(HistoryReply)
+            links = bytearray(reply.length)
+            await true.receive_into(memoryview(links))
+        await stream.send(reply)
+        await stream.send_bytes(links)
 
 
 class Obstructor(Liar):
