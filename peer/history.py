@@ -104,20 +104,23 @@ def verified(ours: History | None, start: Header, data: bytes, tip: Tip, rules: 
         ProtocolError: The links do not lead there, or something is not signed by those who may contribute, or it begins
             at a revision that we do not know although it could go back further.
     """
-    place = None if ours is None else ours.find((start.digest,))
-    begun = History((start,)) if ours is None or place is None else ours.until(place)
-    links = unpack_links(data, rules.max_members)
-    reaches_back = place is not None or start == Header.genesis(start.run, start.root)
-    if not reaches_back and len(links) < KEPT_LINKS and len(data) < KEPT_BYTES // 2:
-        raise ProtocolError(f"a history of {len(links)} revisions, which does not reach back to what we know")
-    headers = [start]
+    headers, links = [start], unpack_links(data, rules.max_members)
     for link in links:
         headers.append(headers[-1].next(link))
         _check_contributions(link, headers[-1].revision, rules)
     if headers[-1].tip != tip:
         raise ProtocolError("a history that does not lead to the state that it was said to")
-    _check_signatures(headers, links)  # last, as it takes longest
-    return begun.extended(links)
+    digests = [header.digest for header in headers]
+    place = None if ours is None else ours.find(frozenset(digests))
+    if ours is not None and place is not None:
+        begun = ours.until(place)
+        news = digests.index(begun.header.digest)
+    elif start == Header.genesis(start.run, start.root) or len(links) >= KEPT_LINKS or len(data) > KEPT_BYTES // 2:
+        begun, news = History((start,)), 0
+    else:
+        raise ProtocolError(f"a history of {len(links)} revisions, which does not reach back to what we know")
+    _check_signatures(headers[news:], links[news:])  # last, as it takes longest
+    return begun.extended(links[news:])
 
 
 def _check_contributions(link: Link, revision: int, rules: Rules) -> None:
