@@ -4,6 +4,8 @@ import attrs
 import pytest
 import trio
 
+from peer.chain import unpack_links
+
 LIMIT = 900
 
 
@@ -176,4 +178,33 @@ async def test_a_heavier_branch_that_only_a_checkpoint_has(autojump_clock, parts
         swarm.names, swarm.marks["a"] = "ad", 0
         await swarm.together()
         assert swarm.left() == "d"
+    swarm.leave()
+
+
+async def test_a_branch_that_says_it_was_made_by_others_wins_nobody(autojump_clock, parts, endless, monkeypatch):
+    """A member that is cut off puts the others' names to its rounds, and has states to go with that."""
+
+    def forged(state, outer, reduced):
+        contributions = list(reduced.plan.contributions)
+        if reduced.plan.members == (endless.peers["d"].id,):
+            made_together = max(
+                (unpack_links(link, 64)[0] for link in state.history.links), key=lambda link: link.weight
+            )
+            contributions = [attrs.evolve(signed, weight=1e6) for signed in made_together.contributions]
+        return state.commit(outer, plan=reduced.plan.id, contributions=contributions)
+
+    monkeypatch.setattr("peer.node._committed", forged)
+    with trio.fail_after(LIMIT):
+        swarm = await parts("abcd")
+        swarm.cut("abc", "d")
+        await swarm.rounds("a", 2)
+        await swarm.rounds("d", 2)
+        swarm.heal()
+        for name in "abc":
+            await swarm.rounds(name, 8)
+        last = min(max(peer.digests()) for peer in swarm["abc"])
+        assert len({peer.digests()[last] for peer in swarm["abc"]}) == 1
+        assert not swarm.left()
+        reasons = [event["reason"] for event in swarm.since("a", "round_failed")]
+        assert any("wrong signature" in reason for reason in reasons)
     swarm.leave()
