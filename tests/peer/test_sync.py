@@ -5,11 +5,23 @@ import trio
 
 from optim import OuterState
 from peer.finding import fetch_manifest
+from peer.history import KEPT_BYTES, Rules
 from peer.state import CommittedState
-from peer.sync import Donor, RangeReply, RangeRequest, SyncFailed, fetch_state
+from peer.sync import (
+    Donor,
+    HeaderClaim,
+    HistoryReply,
+    HistoryRequest,
+    RangeReply,
+    RangeRequest,
+    SyncFailed,
+    fetch_history,
+    fetch_state,
+)
 from protocol import merkle
-from protocol.errors import RequestRefused
-from protocol.weights import SIZE, SignedWeight
+from protocol.errors import ProtocolError, RequestRefused, ShoalError
+from protocol.identity import Identity
+from protocol.weights import SIZE, SignedWeight, sign_weight
 
 RUN = b"r" * 32
 SIGNED = [SignedWeight(3.0, bytes(SIZE))]
@@ -227,3 +239,93 @@ async def test_a_state_that_is_not_finite_is_of_no_use(autojump_clock, mesh, sta
     donate(endpoint, sick)
     with pytest.raises(SyncFailed, match="not finite"):
         await fetch_state(newcomer, RUN, sick.history, [endpoint.peer_id], **SHAPE)
+
+
+# Histories.
+
+RULES = Rules(max_weight=10.0, max_members=4, admits=lambda peer: True)
+SIGNERS = [Identity.from_seed(bytes([number]) * 32) for number in range(7, 9)]
+
+
+def work_on(state, *weights, plan=b"w"):
+    """The next state, to which some have contributed with these weights."""
+    number, base = state.tip.revision + 1, state.tip.digest
+    signed = [
+        sign_weight(signer, RUN, "", number, base, weight) for signer, weight in zip(SIGNERS, weights, strict=True)
+    ]
+    return state.commit(state.outer, plan=plan * 32, contributions=signed)
+
+
+async def compute(function):
+    await trio.lowlevel.checkpoint()
+    return function()
+
+
+async def ask(swarm, state, ours, *, tip=None):
+    """The first endpoint asks the second one for the history of a state."""
+    newcomer, endpoint = swarm.endpoints
+    history = None if ours is None else ours.history
+    tip = tip or state.tip
+    return await fetch_history(newcomer, RUN, tip, endpoint.peer_id, ours=history, rules=RULES, compute=compute)
+
+
+@pytest.fixture
+def founded():
+    return CommittedState.genesis(RUN, OuterState(torch.ones(5), {}))
+
+
+async def test_a_history_is_told_from_where_it_is_of_interest(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    common = founded
+    for _ in range(40):
+        common = work_on(common, 1.0, 1.0)
+    ours, theirs = work_on(common, 2.0, 1.0, plan=b"o"), work_on(common, 3.0, 1.0, plan=b"t")
+    donate(swarm.endpoints[1], theirs)
+    everything = await ask(swarm, theirs, None)
+    assert everything.headers == theirs.history.headers
+    before = swarm.endpoints[1].bytes_sent
+    found = await ask(swarm, theirs, ours)
+    assert found.headers == theirs.history.headers
+    assert found.links == theirs.history.links
+    assert found.common(ours.history) == common.header
+    assert swarm.endpoints[1].bytes_sent - before < 2000  # and not 40 links again
+
+
+async def test_a_donor_knows_how_its_last_states_came_about_and_no_others(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    state = work_on(founded, 1.0, 1.0)
+    donor = donate(swarm.endpoints[1], state)
+    donor.offer(work_on(state, 1.0, 1.0))
+    assert (await ask(swarm, state, None)).tip == state.tip
+    other = work_on(founded, 2.0, 1.0)
+    with pytest.raises(RequestRefused, match="not kept here"):
+        await ask(swarm, other, None)
+
+
+async def test_a_tip_that_weighs_more_than_its_history(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    state = work_on(founded, 1.0, 1.0)
+    donate(swarm.endpoints[1], state)
+    with pytest.raises(ProtocolError, match="does not lead"):
+        await ask(swarm, state, founded, tip=attrs.evolve(state.tip, weight=1e9))
+
+
+async def test_histories_are_for_those_who_are_admitted(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    Donor(swarm.endpoints[1], RUN, "the manifest", admits=lambda peer: False).offer(founded)
+    with pytest.raises(RequestRefused, match="say hello first"):
+        await ask(swarm, founded, None)
+
+
+@pytest.mark.parametrize("length", [3, KEPT_BYTES])
+async def test_a_history_that_does_not_come_or_is_nonsense(autojump_clock, mesh, founded, length):
+    swarm = await mesh(2)
+
+    async def lie(request, stream):
+        await stream.send(HistoryReply(HeaderClaim.of(founded.header), length))
+        await stream.send_bytes(bytes(3))
+        await stream.finish()
+
+    swarm.endpoints[1].handle(HistoryRequest, lie)
+    with pytest.raises(ShoalError):
+        await ask(swarm, founded, None)
