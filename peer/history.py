@@ -105,6 +105,8 @@ def verified(ours: History | None, start: Header, data: bytes, tip: Tip, rules: 
             at a revision that we do not know although it could go back further.
     """
     headers, links = [start], unpack_links(data, rules.max_members)
+    if len(links) > KEPT_LINKS:
+        raise ProtocolError(f"a history of {len(links)} revisions, which are more than anybody keeps")
     for link in links:
         headers.append(headers[-1].next(link))
         _check_contributions(link, headers[-1].revision, rules)

@@ -233,6 +233,14 @@ def test_after_a_parting_longer_than_that_as_much_as_is_kept_has_to_be_shown(sho
         show(theirs, ours, start=1)
 
 
+def test_more_than_anybody_keeps_is_not_looked_at(monkeypatch):
+    long = grown(GENESIS, *[()] * 6)
+    monkeypatch.setattr(history, "KEPT_LINKS", 5)
+    monkeypatch.setattr(Header, "next", None)
+    with pytest.raises(ProtocolError, match="6 revisions, which are more"):
+        show(long, None)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 30, 200])
 def test_landmarks_find_where_branches_part(length):
     ours = GENESIS.extended(Link(bytes([number % 250]) * 32, b"x" * 32, ()) for number in range(length))
