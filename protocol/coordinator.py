@@ -83,6 +83,8 @@ class Candidate:
     holdings: tuple[Holding, ...] = ()
     """What it has of attempts that failed."""
     operation: Operation = "reduce"
+    signature: bytes | None = None
+    """Of its weight, checked; None if that is 0."""
 
     @property
     def kind(self) -> _Kind:
@@ -373,6 +375,7 @@ class Coordinator:
             salvaged=salvaged,
             operation=operation,
             sizes=tuple(fit[peer].length for peer in members) if operation == "gather" else (),
+            signatures=tuple(signature for peer in members if (signature := fit[peer].signature) is not None),
         )
         self.plan = plan
         # Members notice stalls first; the limit is for those who notice nothing.

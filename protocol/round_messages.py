@@ -15,6 +15,7 @@ from protocol.identity import PeerId
 from protocol.plan import Ballot, Hash, Length, Operation, Plan, Rank, Revision, Tag, Weight
 from protocol.salvage import MAX_HOLDINGS, Holding
 from protocol.transport import Address
+from protocol.weights import WeightSignature
 from protocol.wire import message
 
 MAX_TRIED = 32
@@ -43,6 +44,8 @@ class Ready:
     holdings: Holdings = ()
     """What the member has of attempts under coordinators that were lost."""
     operation: Operation = "reduce"
+    signature: WeightSignature | None = None
+    """Over the weight; none if that is 0."""
 
 
 @message("round.queued")
