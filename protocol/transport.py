@@ -148,6 +148,10 @@ class LineState:
     resent: int = 0
     """Those of them that were sent again."""
 
+    rate: float | None = None
+    """Bytes per second at which data arrived lately while there was something to send all the time, which needs no
+    schedule of ours to be kept; None where the system does not tell."""
+
 
 @runtime_checkable
 class PacedStream(ByteStream, Protocol):
