@@ -36,13 +36,13 @@ _QUEUE = 0.005  # seconds that a round trip may be longer than the shortest
 _DRAINS = 2  # in vain, after which a queue counts as somebody else's
 _JITTERS = 1.5  # that a round trip may be longer besides
 _AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
-_GROWING = 1.25  # times what arrived in any round trip before: the link is not full yet
+_GROWING, _FULL = 1.25, 2  # times what arrived before: the link is full after so many round trips without such growth
 _SAMPLES = 4  # round trips over which the link's rate is averaged
 _HOLD = 0.95  # of the link's rate, after the queue was drained
 _STEP = 0.005  # of the link's rate, by which the rate grows each round trip
 _KNOWN = 1.08  # of the link's rate: above, the link has changed, and the rate grows faster
 _LEAP = 0.02  # of the rate: by so much at first, and then by a quarter more each round trip
-_FARTHEST = 0.25
+_FARTHEST = 0.5
 # The link's rate is measured anew whenever there is a queue, and may be much lower then. A short queue could be noise.
 _SHORT = 0.02
 _DROP_SHORT, _DROP = 0.97, 0.5
@@ -74,6 +74,7 @@ class Pacer:
         self._patience = 2 * _UNSENT_SECONDS[0]  # seconds that what waits unsent lasts
         self._leap = _LEAP
         self._goal = 0.0  # the link's rate, if there was no queue but acknowledgements that were late
+        self._best, self._rounds = 0.0, 0  # what arrived at most, and round trips since; see `_filled`
         self._link = 0.0  # the link's rate, when there was a queue
         self._draining = False
         self._drains = 0
@@ -102,7 +103,8 @@ class Pacer:
             change = _LESS if arrived >= _KEPT_UP * self._previous else _MORE
             low, high = _UNSENT_SECONDS
             self._patience = min(max(low, change * self._patience), high)
-            self._decide(path.rtt)
+            if self._filled(path.limited):
+                self._decide(path.rtt)
             self.rate = max(self.rate, SLOWEST)
             self._asked.append(self.rate)
             self._previous = min(self.rate, self.delivered)
@@ -111,10 +113,25 @@ class Pacer:
         self.burst = _bounded(_BURST_SECONDS * possible)
         self.unsent = _bounded(self._patience * possible)
 
-    @property
-    def _starting(self) -> bool:
-        """There was no queue of ours yet, and more arrives each round trip."""
-        return self.rate == math.inf and self.delivered > _GROWING * max(list(self._rates)[:-1], default=0.0)
+    def restart(self) -> None:
+        """Other connections than before carry the bulk data: what arrived so far says nothing about those."""
+        self._steady = False
+        self._rates.clear()
+        self._best, self._rounds = 0.0, 0
+
+    def _filled(self, limited: bool) -> bool:
+        """Whether the link is, as far as we know: while more arrives each round trip, we are not yet as fast as it is.
+
+        Args:
+            limited: See `LineState.limited`.
+        """
+        if self.rate < math.inf:
+            return True
+        if self.delivered > _GROWING * self._best:
+            self._best, self._rounds = self.delivered, 0
+        elif not limited:
+            self._rounds += 1
+        return self._rounds >= _FULL
 
     def _measured(self) -> float:
         """The link's rate, now that there is a queue."""
@@ -128,7 +145,7 @@ class Pacer:
         if self._draining:  # what was done now shows in the next round trip
             self._draining = False
             self.rate = _HOLD * self._link
-        elif self._trips.long and not self._starting:
+        elif self._trips.long:
             self._leap = _LEAP
             # If less arrives than was sent, or more, then it is our bytes that queue, and what arrives is what fits.
             asked = self._asked[0]
@@ -150,7 +167,7 @@ class Pacer:
                 self._leap = min(1.25 * self._leap, _FARTHEST)
             else:
                 grown = self.rate + _STEP * self._link
-            self.rate = min(grown, _AHEAD * max(*self._rates, self._link))
+            self.rate = min(grown, max(_AHEAD, 1 + 2 * self._leap) * max(self._link, *self._rates))
 
 
 def _bounded(size: float) -> int:

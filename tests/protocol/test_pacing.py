@@ -38,11 +38,12 @@ class Line:
         self._startup = 1e6
         self._unsent = math.inf
         self._absent = self._deaf = 0.0  # until when the sender, and the receiver, miss their turn
-        self._acks = []  # (when, bytes arrived by then, round trip, and as of its start: bytes acknowledged, when, dry)
+        self._acks = []  # (when, bytes arrived by then, round trip, when sent, …); see `_sample`
+        self._acked_sent = self.now  # when what was acknowledged last had been sent
         self._acked = 0.0
         self._acked_at = self.now
         self._dry_until = -1.0  # the bytes that had been sent when the sender last ran dry
-        self._rate = None
+        self._rate, self._limited = None, False
         self._tells = tells
         self._smoothed = rtt
 
@@ -75,17 +76,19 @@ class Line:
             if self.now < self._deaf:
                 trip += min(self._deaf - self.now, 0.04 * self._random.random())
             dry = self._acked < self._dry_until
-            self._acks.append((self.now + trip, self.arrived, trip, self._acked, self._acked_at, dry))
+            start = self.now - waiting, self._acked, self._acked_at, self._acked_sent, dry
+            self._acks.append((self.now + trip - waiting, self.arrived, trip, *start))
             while self._acks and self._acks[0][0] <= self.now:
                 _, self._acked, trip, *start = self._acks.pop(0)
-                self._acked_at = self.now
+                self._acked_at, self._acked_sent = self.now, start[0]
                 self._smoothed += (trip - self._smoothed) / 8
                 self._sample(*start)
             if not present:
                 continue
             if self.pacer.due(self.now):
                 rate = self._rate if self._tells else None
-                self.pacer.update(self.now, LineState(self._smoothed, int(self._acked), rate=rate))
+                state = LineState(self._smoothed, int(self._acked), rate=rate, limited=self._limited and self._tells)
+                self.pacer.update(self.now, state)
         return (self.arrived - begin) / seconds / self.link
 
     def _missed_turn(self):
@@ -93,11 +96,14 @@ class Line:
             return 0.0
         return self.now + self._random.uniform(0.05, 0.5)
 
-    def _sample(self, acked, acked_at, dry):
+    def _sample(self, sent, acked, acked_at, acked_sent, dry):
         """As Linux does: a round trip that was not dry counts, and another one if more arrived than in that."""
-        rate = (self._acked - acked) / max(self.now - acked_at, STEP)
-        if self.now - acked_at >= self._rtt / 2 and (not dry or self._rate is None or rate > self._rate):
-            self._rate = rate
+        seconds = max(self.now - acked_at, sent - acked_sent)
+        if seconds < self._rtt / 2:
+            return
+        rate = (self._acked - acked) / seconds
+        if not dry or self._rate is None or rate > self._rate:
+            self._rate, self._limited = rate, dry
 
 
 def test_without_a_queue_there_is_no_limit():
