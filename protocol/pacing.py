@@ -139,7 +139,8 @@ class Pacer:
             return max(self._rates)
         if self._trips.excess < _SHORT:
             return max(statistics.fmean(self._rates), _DROP_SHORT * self._link)
-        return max(self.delivered, _DROP * self._link)
+        # Acknowledgements that are late make some of what arrives seem little, and the next more.
+        return max(*list(self._rates)[-3:], _DROP * self._link)
 
     def _decide(self, rtt: float) -> None:
         if self._draining:  # what was done now shows in the next round trip

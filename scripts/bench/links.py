@@ -45,7 +45,7 @@ SLOW = 20.0
 RTT = 50.0  # ms
 QUEUE = 200.0  # ms
 LOSS = 0.5  # percent
-LOSSY_PART = 8  # of the vector is reduced there
+LOSSY_PART = 2  # of the vector is not reduced there
 WARM_UP = 2  # operations of a sixteenth of the vector: lanes are open then, and windows
 ALONE = 8.0  # seconds that the bare connections get
 
