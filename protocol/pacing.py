@@ -36,7 +36,8 @@ _QUEUE = 0.005  # seconds that a round trip may be longer than the shortest
 _DRAINS = 2  # in vain, after which a queue counts as somebody else's
 _JITTERS = 1.5  # that a round trip may be longer besides
 _AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
-_GROWING, _FULL = 1.25, 2  # times what arrived before: the link is full after so many round trips without such growth
+_GROWING = 1.25  # times what arrived before: while it grows so, the link is not full
+_FULL, _DEEP = 3, 0.03  # round trips without such growth after which it is; or one, with so many seconds of queue
 _SAMPLES = 4  # round trips over which the link's rate is averaged
 _HOLD = 0.95  # of the link's rate, after the queue was drained
 _STEP = 0.005  # of the link's rate, by which the rate grows each round trip
@@ -127,11 +128,12 @@ class Pacer:
         """
         if self.rate < math.inf:
             return True
+        deep = self._trips.queue > _DEEP
         if self.delivered > _GROWING * self._best:
             self._best, self._rounds = self.delivered, 0
-        elif not limited:
+        elif deep or not limited:
             self._rounds += 1
-        return self._rounds >= _FULL
+        return self._rounds >= (1 if deep else _FULL)
 
     def _measured(self) -> float:
         """The link's rate, now that there is a queue."""
