@@ -44,6 +44,7 @@ _STEP = 0.005  # of the link's rate, by which the rate grows each round trip
 _KNOWN = 1.08  # of the link's rate: above, the link has changed, and the rate grows faster
 _LEAP = 0.02  # of the rate: by so much at first, and then by a quarter more each round trip
 _FARTHEST = 0.5
+_FORGET = 0.25  # of how much faster the link was before: until then the rate grows so as well
 # The link's rate is measured anew whenever there is a queue, and may be much lower then. A short queue could be noise.
 _SHORT = 0.02
 _DROP_SHORT, _DROP = 0.97, 0.5
@@ -159,7 +160,7 @@ class Pacer:
                 return
             if ours or not self._drains:
                 before, self._link = max(self._goal, self._link), self._measured()
-                self._goal = (before + self._link) / 2
+                self._goal = before + _FORGET * (self._link - before)
             self._drains += 1
             self._draining = True
             self.rate = max(_SLOWEST, 1 - self._trips.excess / rtt) * self._link
