@@ -23,8 +23,9 @@ from protocol.transport import LineState
 
 SMALLEST_BURST = 1 << 14
 LARGEST_BURST = 1 << 22
-SLOWEST = 1 << 14
-"""Bytes per second below which nothing is paced: it holds up everything on the connection, pings as well."""
+SLOWEST = 1 << 16
+"""Bytes per second below which nothing is paced: it holds up everything on the connection, pings as well, and those who
+wait for the data give up."""
 
 _BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
 _UNSENT_SECONDS = (0.003, 0.05)  # and what may wait unsent lasts so long
@@ -38,6 +39,7 @@ _JITTERS = 1.5  # that a round trip may be longer besides
 _AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
 _GROWING = 1.25  # times what arrived before: while it grows so, the link is not full
 _FULL, _DEEP = 3, 0.03  # round trips without such growth after which it is; or one, with so many seconds of queue
+_UNKNOWN = 2.0  # times what arrived: what the link may do if we have not tried
 _SAMPLES = 4  # round trips over which the link's rate is averaged
 _HOLD = 0.95  # of the link's rate, after the queue was drained
 _STEP = 0.005  # of the link's rate, by which the rate grows each round trip
@@ -106,7 +108,7 @@ class Pacer:
             low, high = _UNSENT_SECONDS
             self._patience = min(max(low, change * self._patience), high)
             if self._filled(path.limited):
-                self._decide(path.rtt)
+                self._decide(path)
             self.rate = max(self.rate, SLOWEST)
             self._asked.append(self.rate)
             self._previous = min(self.rate, self.delivered)
@@ -134,18 +136,18 @@ class Pacer:
             self._best, self._rounds = self.delivered, 0
         elif deep or not limited:
             self._rounds += 1
-        return self._rounds >= (1 if deep else _FULL)
+        return self._rounds >= (1 if deep and not limited else _FULL)
 
-    def _measured(self) -> float:
-        """The link's rate, now that there is a queue."""
+    def _measured(self, limited: bool) -> float:
+        """The link's rate, now that there is a queue: if we hardly sent anything, one that others made."""
         if self.rate == math.inf:  # it has only just become so fast
-            return max(self._rates)
+            return (_UNKNOWN if limited else 1.0) * max(self._rates)
         if self._trips.excess < _SHORT:
             return max(statistics.fmean(self._rates), _DROP_SHORT * self._link)
         # Acknowledgements that are late make some of what arrives seem little, and the next more.
         return max(*list(self._rates)[-3:], _DROP * self._link)
 
-    def _decide(self, rtt: float) -> None:
+    def _decide(self, path: LineState) -> None:
         if self._draining:  # what was done now shows in the next round trip
             self._draining = False
             self.rate = _HOLD * self._link
@@ -159,11 +161,11 @@ class Pacer:
                 self._drains = 0
                 return
             if ours or not self._drains:
-                before, self._link = max(self._goal, self._link), self._measured()
+                before, self._link = max(self._goal, self._link), self._measured(path.limited)
                 self._goal = before + _FORGET * (self._link - before)
             self._drains += 1
             self._draining = True
-            self.rate = max(_SLOWEST, 1 - self._trips.excess / rtt) * self._link
+            self.rate = max(_SLOWEST, 1 - self._trips.excess / path.rtt) * self._link
         elif self.rate < math.inf:
             self._drains = 0
             if self.rate >= _KNOWN * self._link or self.rate < self._goal / _KNOWN:
