@@ -38,8 +38,7 @@ _DRAINS = 2  # in vain, after which a queue counts as somebody else's
 _JITTERS = 1.5  # that a round trip may be longer besides
 _AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
 _GROWING = 1.25  # times what arrived before: while it grows so, the link is not full
-_FULL, _DEEP = 3, 0.03  # round trips without such growth after which it is; or one, with so many seconds of queue
-_UNKNOWN = 2.0  # times what arrived: what the link may do if we have not tried
+_FULL, _DEEP = 2, 0.03  # round trips without such growth after which it is; or one, with so many seconds of queue
 _SAMPLES = 4  # round trips over which the link's rate is averaged
 _HOLD = 0.95  # of the link's rate, after the queue was drained
 _STEP = 0.005  # of the link's rate, by which the rate grows each round trip
@@ -136,12 +135,12 @@ class Pacer:
             self._best, self._rounds = self.delivered, 0
         elif deep or not limited:
             self._rounds += 1
-        return self._rounds >= (1 if deep and not limited else _FULL)
+        return self._rounds >= (_FULL if limited or not deep else 1)
 
-    def _measured(self, limited: bool) -> float:
-        """The link's rate, now that there is a queue: if we hardly sent anything, one that others made."""
+    def _measured(self) -> float:
+        """The link's rate, now that there is a queue."""
         if self.rate == math.inf:  # it has only just become so fast
-            return (_UNKNOWN if limited else 1.0) * max(self._rates)
+            return max(self._rates)
         if self._trips.excess < _SHORT:
             return max(statistics.fmean(self._rates), _DROP_SHORT * self._link)
         # Acknowledgements that are late make some of what arrives seem little, and the next more.
@@ -161,7 +160,7 @@ class Pacer:
                 self._drains = 0
                 return
             if ours or not self._drains:
-                before, self._link = max(self._goal, self._link), self._measured(path.limited)
+                before, self._link = max(self._goal, self._link), self._measured()
                 self._goal = before + _FORGET * (self._link - before)
             self._drains += 1
             self._draining = True
