@@ -46,13 +46,18 @@ _LISTEN_HINTS = {
 }
 
 # Linux only; the socket module lacks the first. In struct tcp_info: tcpi_rtt in microseconds, and tcpi_bytes_acked;
-# since Linux 4.6 also tcpi_total_retrans, tcpi_min_rtt in microseconds and tcpi_data_segs_out.
+# since Linux 4.6 also tcpi_total_retrans, tcpi_min_rtt in microseconds and tcpi_data_segs_out; since Linux 4.9 also
+# tcpi_delivery_rate: over a round trip, and the last one in which we never ran out of data, unless it was higher since.
+# Before it was there, the bit that says that it was higher since was always 0.
 _SO_MAX_PACING_RATE = 47
 _INFO_SIZE = 128
 _INFO_RTT = struct.Struct("=68xI")
 _INFO_ACKED = struct.Struct("=120xQ")
 _MORE_SIZE = 160
 _INFO_MORE = struct.Struct("=100xI44xI4xI")
+_ALL_SIZE = 168
+_LIMITED_AT, _LIMITED = 7, 1 if sys.byteorder == "little" else 0x80  # tcpi_delivery_rate_app_limited
+_INFO_RATE = struct.Struct("=160xQ")
 _NO_LIMIT = 2**64 - 1
 
 _UNPACED = "cubic"
@@ -198,7 +203,7 @@ class TcpStream:
         if sys.platform != "linux":
             return None
         try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MORE_SIZE)
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ALL_SIZE)
         except OSError:
             return None
         if len(info) < _INFO_SIZE:  # Linux before 4.1
@@ -207,7 +212,9 @@ class TcpStream:
         if len(info) < _MORE_SIZE:
             return LineState(rtt / 1e6, acked)
         resent, shortest, sent = _INFO_MORE.unpack_from(info)
-        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent)
+        (rate,) = _INFO_RATE.unpack_from(info) if len(info) >= _ALL_SIZE else (0,)
+        limited = bool(info[_LIMITED_AT] & _LIMITED)
+        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent, rate or None, limited)
 
     def pace(self, rate: float, unsent: int) -> None:
         if sys.platform != "linux":
