@@ -2,7 +2,8 @@
 
 A file holds one tensor per parameter (`model.<name>`), one per parameter and outer buffer (`outer.<buffer>.<name>`) and
 the local optimizer's tensors (`inner.<name>`), so that any tool that reads safetensors can use it. A JSON header in the
-file's metadata holds the run's settings and the chain header.
+file's metadata holds the run's settings, and the chain header with which the history begins, whose packed links are the
+tensor `history`.
 
 A checkpoint is written under a temporary name, synced to disk and renamed: a crash at any moment leaves the last one.
 What crashes left half-written, and later revisions of a branch that was given up, go when the next one is saved.
@@ -11,8 +12,10 @@ What crashes left half-written, and later revisions of a branch that was given u
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,27 @@ import safetensors.torch
 import torch
 
 from optim import FlatParameters, OuterState
+from peer.chain import Header, unpack_links
+from peer.history import History
 from peer.settings import Settings
-from peer.state import CommittedState, Header
-from protocol.errors import ShoalError
+from peer.state import CommittedState
+from protocol.errors import ProtocolError, ShoalError
+from protocol.plan import MAX_MEMBERS
 
 KEPT = 3
 """Checkpoints that stay in the directory, the newest ones."""
+
+_UNUSABLE = (
+    OSError,
+    safetensors.SafetensorError,
+    msgspec.ValidationError,
+    ProtocolError,
+    KeyError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What reading a file raises that is no checkpoint."""
 
 
 class CheckpointError(ShoalError):
@@ -65,6 +83,8 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
     for buffer, flat in outer.buffers.items():
         tensors |= {f"outer.{buffer}.{name}": values for name, values in layout.scatter(flat).items()}
     tensors |= {f"inner.{name}": values for name, values in checkpoint.inner.items()}
+    links = bytearray(b"".join(checkpoint.state.history.links))
+    tensors["history"] = torch.frombuffer(links, dtype=torch.uint8) if links else torch.empty(0, dtype=torch.uint8)
     metadata = {"shoal": json.dumps(_describe(checkpoint, layout))}
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -103,43 +123,55 @@ def load(path: Path) -> Checkpoint:
             described = json.loads(file.metadata()["shoal"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         settings = msgspec.convert(described["settings"], Settings)
-        header = Header(
-            run=bytes.fromhex(described["run"]),
-            revision=described["revision"],
-            previous=bytes.fromhex(described["previous"]),
-            plan=bytes.fromhex(described["plan"]),
-            weight=described["weight"],
-            root=bytes.fromhex(described["root"]),
-        )
+        links = tensors["history"].numpy().tobytes()
+        history = History((_read_header(described["start"]),)).extended(unpack_links(links, MAX_MEMBERS))
         names: Sequence[str] = described["parameters"]
         outer = OuterState(
             _join(tensors, "model", names),
             {buffer: _join(tensors, f"outer.{buffer}", names) for buffer in described["buffers"]},
         )
-    except (OSError, safetensors.SafetensorError, msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+    except _UNUSABLE as error:
         raise CheckpointError(f"{path} is not a usable checkpoint: {error}") from error
-    state = CommittedState.seal(header, outer)
-    if state is None or header.digest.hex() != described.get("digest"):
+    state = CommittedState.seal(history, outer)
+    hashes = {"digest": history.header.digest.hex(), "history": hashlib.sha256(links).hexdigest()}
+    if state is None or any(described.get(name) != value for name, value in hashes.items()):
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest that it states")
     inner = {name.removeprefix("inner."): tensor for name, tensor in tensors.items() if name.startswith("inner.")}
     return Checkpoint(settings, state, inner)
 
 
 def _describe(checkpoint: Checkpoint, layout: FlatParameters) -> dict[str, Any]:
-    header = checkpoint.state.header
+    history = checkpoint.state.history
     return {
-        "format": 1,
+        "format": 2,
         "settings": msgspec.to_builtins(checkpoint.settings),
-        "run": header.run.hex(),
-        "revision": header.revision,
-        "previous": header.previous.hex(),
-        "plan": header.plan.hex(),
-        "weight": header.weight,
-        "root": header.root.hex(),
-        "digest": header.digest.hex(),
+        "start": _write_header(history.headers[0]),
+        "history": hashlib.sha256(b"".join(history.links)).hexdigest(),
+        "digest": history.header.digest.hex(),
         "parameters": [place.name for place in layout.slices],
         "buffers": sorted(checkpoint.state.outer.buffers),
     }
+
+
+def _write_header(header: Header) -> dict[str, Any]:
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in attrs.asdict(header).items()}
+
+
+def _read_header(described: Mapping[str, Any]) -> Header:
+    """Raises KeyError, TypeError or ValueError."""
+
+    def read(name: str) -> bytes:
+        return bytes.fromhex(described[name])
+
+    return Header(
+        run=read("run"),
+        revision=int(described["revision"]),
+        previous=read("previous"),
+        plan=read("plan"),
+        contributions=read("contributions"),
+        weight=float(described["weight"]),
+        root=read("root"),
+    )
 
 
 def _join(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> torch.Tensor:

@@ -106,6 +106,9 @@ def describe(event: Event) -> str | None:
             return f"peer {peer} does not let this one in: {reason}. {printable(str(event.get('hint') or ''))}".rstrip()
         case "synced":
             return f"round {event['round']}: fetched the state ({size(event.get('bytes', 0))})"
+        case "branch_left":
+            begun = f"from round {event['common'] + 1} " if event.get("common") is not None else ""
+            return f"what was made {begun}to round {event['round']} is given up: the others had done more meanwhile"
         case "round_committed":
             count = len(event.get("contributors", ()))
             peers = f"{count} peer{'' if count == 1 else 's'}"

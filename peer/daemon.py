@@ -13,6 +13,7 @@ import trio
 
 from dht import DHT
 from peer import checkpoint
+from peer.chain import Tip
 from peer.checkpoint import Checkpoint
 from peer.console import MEET, size
 from peer.contact import Contact
@@ -20,6 +21,7 @@ from peer.data import STDLIB, Corpus
 from peer.events import EventLog
 from peer.failure import first_cause
 from peer.finding import find_manifest
+from peer.history import Rules
 from peer.home import Home, HomeError, write_atomically
 from peer.keys import RunKeys
 from peer.manifest import Manifest, kept_manifest
@@ -39,7 +41,6 @@ from peer.reach import (
 )
 from peer.rotation import open_keyring
 from peer.settings import Settings
-from peer.state import Tip
 from peer.status import member_status
 from peer.sync import Donor
 from peer.ticket import MAX_BOOTSTRAP, Ticket
@@ -213,6 +214,11 @@ class _Daemon:
             final=keys.expels if keys else lambda peer, error: False,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
+        rules = Rules(
+            max_weight=settings.limits.weight,
+            max_members=settings.limits.peers,
+            admits=lambda peer: allowed is None or peer in allowed,
+        )
         courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
         rounds = Rounds(
             self.endpoint,
@@ -220,8 +226,10 @@ class _Daemon:
             settings=RoundTimes(grace=settings.round.grace),
             roster=membership,
             report=self._report,
-            max_weight=settings.limits.weight,
+            max_weight=rules.max_weight,
             courtesy=courtesy,
+            max_members=rules.max_members,
+            admits=rules.admits,
             codec=settings.round.codec,
         )
         donor = Donor(
@@ -255,6 +263,7 @@ class _Daemon:
         node = Node(
             run_id=manifest.run_id,
             settings=settings,
+            rules=rules,
             endpoint=self.endpoint,
             membership=membership,
             rounds=rounds,

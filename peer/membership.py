@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from dht import DHT, members_key
-from peer.state import Tip
+from peer.chain import Tip
 from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError, WrongSwarmKey
 from protocol.identity import PeerId

@@ -6,7 +6,7 @@ steps, the outer step, hashing, evaluation, checkpoints) runs in a worker thread
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
 
@@ -15,12 +15,14 @@ import trio
 
 from optim import OuterState
 from peer import checkpoint
+from peer.chain import Tip
 from peer.checkpoint import Checkpoint, CheckpointError
 from peer.events import EventLog
+from peer.history import History, Rules
 from peer.membership import Member, Membership
 from peer.settings import Settings
 from peer.state import CommittedState
-from peer.sync import Donor, SyncFailed, fetch_state
+from peer.sync import Donor, SyncFailed, fetch_history, fetch_state
 from peer.trainer import StepInfo, Trainer
 from protocol.collective import Reduced
 from protocol.endpoint import Endpoint
@@ -69,6 +71,7 @@ class Node:
 
     run_id: bytes
     settings: Settings
+    rules: Rules
     endpoint: Endpoint
     membership: Membership
     rounds: Rounds
@@ -280,6 +283,9 @@ class Node:
                 return None
             await self._stand_at(state, active=False)
             holders = self.membership.holders(best.tip)
+            history = await self._prove(state, best.tip, holders)
+            if history is None:
+                continue  # with the next best
             received = 0
 
             def count(length: int) -> None:
@@ -291,7 +297,7 @@ class Node:
                     found = await fetch_state(
                         self.endpoint,
                         self.run_id,
-                        best.tip,
+                        history,
                         holders,
                         elements=self.trainer.flat.length,
                         buffers=self.trainer.buffers,
@@ -308,7 +314,44 @@ class Node:
             tip = found.header.tip
             self.rounds.adopted(tip.revision, tip.digest)
             self.events.emit("synced", round=tip.revision, digest=tip.digest, seconds=seconds, bytes=received)
+            if state is not None and history.find((state.header.digest,)) is None:
+                await self._leave_branch(state, history)
             return found
+
+    async def _prove(self, state: CommittedState | None, tip: Tip, holders: Sequence[PeerId]) -> History | None:
+        """The history of a better tip than ours, from the first member that can show what weight is behind it.
+
+        Those that cannot are doubted; None if there is nobody else.
+        """
+        for peer in holders:
+            started = trio.current_time()
+            try:
+                return await fetch_history(
+                    self.endpoint,
+                    self.run_id,
+                    tip,
+                    peer,
+                    ours=None if state is None else state.history,
+                    rules=self.rules,
+                    compute=self.compute,
+                )
+            except ShoalError as error:
+                reason = f"{peer.short} cannot show how its revision {tip.revision} came about: {error}"
+                self.events.emit("round_failed", round=tip.revision, attempt=0, reason=reason)
+                self.membership.doubt(peer, trio.current_time() - started)
+        return None
+
+    async def _leave_branch(self, state: CommittedState, history: History) -> None:
+        """We go on from a state that ours has not led to. What we have trained since the last round comes along."""
+        common = history.common(state.history)
+        self.events.emit(
+            "branch_left",
+            round=state.header.revision,
+            digest=state.header.digest,
+            weight=state.header.weight - (common.weight if common is not None else 0.0),
+            common=None if common is None else common.revision,
+        )
+        await self.compute(self.trainer.carry_over)
 
     async def _stand_at(self, state: CommittedState | None, *, active: bool) -> None:
         """Offers our state to others and tells them where we are and whether we take part in rounds."""
@@ -348,7 +391,7 @@ def _lags(member: Member, state: CommittedState) -> bool:
 
 
 def _committed(state: CommittedState, outer: OuterState, reduced: Reduced) -> CommittedState:
-    return state.commit(outer, plan=reduced.plan.id, weight=reduced.weight)
+    return state.commit(outer, plan=reduced.plan.id, contributions=reduced.plan.contributions)
 
 
 class _Meter:

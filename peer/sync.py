@@ -1,25 +1,30 @@
-"""Fetching what a newcomer, or a peer that fell behind, lacks: the manifest and the committed state.
+"""Fetching what a newcomer, or a peer that fell behind, lacks: the manifest, the history, and the committed state.
 
 A donor serves its latest committed states, which are immutable, and its training never waits for that. The fetching
 peer asks several donors at once for 1 MiB ranges and checks each against the Merkle leaves, the leaves against the
-header, and the header against the digest it was after, so that a torn or forged state is never taken.
+header, and the header against the digest it was after, so that a torn or forged state is never taken. Before that it
+has asked for the history of the state: see `peer.history`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Annotated
 
+import attrs
 import msgspec
 import torch
 import trio
 
 from optim import OuterState
+from peer.chain import Header, Tip
 from peer.finding import ManifestReply, ManifestRequest
-from peer.state import CommittedState, Header, Tip, byte_length, read_range, tensors
+from peer.history import KEPT_BYTES, MAX_KNOWN, History, Rules, verified
+from peer.state import CommittedState, byte_length, read_range, tensors
 from protocol import merkle
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
@@ -43,9 +48,47 @@ class SyncFailed(ShoalError):
     """No donor could provide the state. Asking again, for a newer one, may succeed."""
 
 
+@attrs.frozen
+class HeaderClaim:
+    """A header on the wire; its run is known."""
+
+    revision: Count
+    previous: Bytes32
+    plan: Bytes32
+    contributions: Bytes32
+    weight: Annotated[float, msgspec.Meta(ge=0)]
+    root: Bytes32
+
+    @classmethod
+    def of(cls, header: Header) -> HeaderClaim:
+        """What is sent of a header."""
+        return cls(header.revision, header.previous, header.plan, header.contributions, header.weight, header.root)
+
+    def header(self, run: bytes) -> Header:
+        """The header that is meant."""
+        return Header(run=run, **attrs.asdict(self))
+
+
+@message("state.history")
+class HistoryRequest:
+    """Asks how the state with this digest came about, from the newest of the known digests on that led to it."""
+
+    run: Bytes32
+    digest: Bytes32
+    known: Annotated[tuple[Bytes32, ...], msgspec.Meta(max_length=MAX_KNOWN)]
+
+
+@message("state.links")
+class HistoryReply:
+    """So many bytes of packed links follow, which begin at this header."""
+
+    start: HeaderClaim
+    length: Annotated[int, msgspec.Meta(ge=0, le=KEPT_BYTES)]
+
+
 @message("state.describe")
 class DescribeRequest:
-    """Asks for the header and the leaves of the state with this digest."""
+    """Asks for the sizes and the leaves of the state with this digest."""
 
     run: Bytes32
     digest: Bytes32
@@ -53,13 +96,8 @@ class DescribeRequest:
 
 @message("state.header")
 class Description:
-    """A state's header and sizes; its Merkle leaves follow as raw bytes."""
+    """A state's sizes; its Merkle leaves follow as raw bytes."""
 
-    revision: Count
-    previous: Bytes32
-    plan: Bytes32
-    weight: Annotated[float, msgspec.Meta(ge=0)]
-    root: Bytes32
     buffers: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=16)]
     elements: Count
 
@@ -111,6 +149,7 @@ class Donor:
         """When a state, or a part of one, was asked for last, on trio's clock."""
         self._states: deque[CommittedState] = deque(maxlen=KEPT_STATES)
         endpoint.handle(ManifestRequest, self._on_manifest)
+        endpoint.handle(HistoryRequest, self._on_history)
         endpoint.handle(DescribeRequest, self._on_describe)
         endpoint.handle(RangeRequest, self._on_range)
 
@@ -119,7 +158,7 @@ class Donor:
         if all(kept.header.digest != state.header.digest for kept in self._states):
             self._states.append(state)
 
-    def _find(self, request: DescribeRequest | RangeRequest, peer: PeerId) -> CommittedState:
+    def _find(self, request: HistoryRequest | DescribeRequest | RangeRequest, peer: PeerId) -> CommittedState:
         _check_run(request.run, self._run)
         if not self._admits(peer):
             raise RequestRefused("states are for members: say hello first", code="not_a_member")
@@ -133,20 +172,17 @@ class Donor:
         _check_run(request.run, self._run)
         return ManifestReply(self._manifest)
 
+    async def _on_history(self, request: HistoryRequest, stream: Stream) -> None:
+        history = self._find(request, stream.peer).history
+        start = history.find(request.known) or 0
+        data = b"".join(history.links[start:])
+        await stream.send(HistoryReply(HeaderClaim.of(history.headers[start]), len(data)))
+        await self._courtesy.send(stream, data)
+        await stream.finish()
+
     async def _on_describe(self, request: DescribeRequest, stream: Stream) -> None:
         state = self._find(request, stream.peer)
-        header = state.header
-        await stream.send(
-            Description(
-                header.revision,
-                header.previous,
-                header.plan,
-                header.weight,
-                header.root,
-                tuple(sorted(state.outer.buffers)),
-                state.outer.parameters.numel(),
-            )
-        )
+        await stream.send(Description(tuple(sorted(state.outer.buffers)), state.outer.parameters.numel()))
         await self._courtesy.send(stream, b"".join(state.leaves))
         await stream.finish()
 
@@ -166,22 +202,54 @@ def _check_run(asked: bytes, ours: bytes) -> None:
         raise RequestRefused("this peer takes part in another run", code="unknown_run")
 
 
-async def fetch_state(
+async def fetch_history(
     endpoint: Endpoint,
     run: bytes,
     tip: Tip,
+    donor: PeerId,
+    *,
+    ours: History | None,
+    rules: Rules,
+    compute: Callable[[Callable[[], History]], Awaitable[History]],
+) -> History:
+    """The history of a tip, so far as it is not ours as well, and with every signature checked.
+
+    Args:
+        endpoint: Our endpoint.
+        run: The run's id.
+        tip: The state in question; if it is not what the history leads to, the donor's word is worth nothing.
+        donor: Who is said to have it.
+        ours: The history of our own state.
+        rules: What the run allows.
+        compute: Calls a function that takes a while.
+
+    Raises:
+        ShoalError: The donor does not have it, cannot be reached, or has made something up.
+    """
+    known = () if ours is None else ours.landmarks()
+    async with endpoint.open(donor, HistoryRequest(run, tip.digest, known), bulk=True) as stream:
+        reply = await stream.receive(HistoryReply, timeout=10.0)
+        data = bytearray(reply.length)
+        await stream.receive_into(memoryview(data))
+    return await compute(partial(verified, ours, reply.start.header(run), bytes(data), tip, rules))
+
+
+async def fetch_state(
+    endpoint: Endpoint,
+    run: bytes,
+    history: History,
     donors: Sequence[PeerId],
     *,
     elements: int,
     buffers: Collection[str],
     progress: Callable[[int], None] = lambda received: None,
 ) -> CommittedState:
-    """Fetches the state with the tip's digest from several donors at once.
+    """Fetches the state that a history leads to from several donors at once.
 
     Args:
         endpoint: Our endpoint.
         run: The run's id.
-        tip: The state to fetch; what it says must be what the digest covers.
+        history: Of the state to fetch.
         buffers: The names of the outer buffers that our recipe has.
         donors: Peers that are said to have it. Those that fail are left out, their ranges go to the others.
         elements: The number of parameters that our model has.
@@ -191,9 +259,10 @@ async def fetch_state(
         SyncFailed: No donor has it, or all of them failed.
     """
     problems: list[str] = []
+    tip = history.tip
     for donor in donors:
         try:
-            header, leaves = await _describe(endpoint, run, tip, donor, elements, buffers)
+            leaves = await _describe(endpoint, history.header, donor, elements, buffers)
             break
         except ShoalError as error:
             problems.append(f"{donor.short}: {error}")
@@ -223,7 +292,7 @@ async def fetch_state(
         raise SyncFailed(f"revision {tip.revision} could not be fetched: {_summary(problems)}")
     if not all(all_finite(tensor) for tensor in tensors(outer)):
         raise SyncFailed(f"revision {tip.revision} is of no use: it has parameters that are not finite")
-    return CommittedState(header, outer, leaves)
+    return CommittedState(history, outer, leaves)
 
 
 class _Ranges:
@@ -261,15 +330,10 @@ def _summary(problems: Sequence[str]) -> str:
 
 
 async def _describe(
-    endpoint: Endpoint, run: bytes, tip: Tip, donor: PeerId, elements: int, buffers: Collection[str]
-) -> tuple[Header, tuple[bytes, ...]]:
-    async with endpoint.open(donor, DescribeRequest(run, tip.digest)) as stream:
+    endpoint: Endpoint, header: Header, donor: PeerId, elements: int, buffers: Collection[str]
+) -> tuple[bytes, ...]:
+    async with endpoint.open(donor, DescribeRequest(header.run, header.digest)) as stream:
         said = await stream.receive(Description, timeout=10.0)
-        header = Header(
-            run=run, revision=said.revision, previous=said.previous, plan=said.plan, weight=said.weight, root=said.root
-        )
-        if header.tip != tip:
-            raise ProtocolError(f"peer {donor} described another state than the one that was asked for")
         # The digest covers the bytes, but not how they are shared out.
         if said.elements != elements:
             raise ProtocolError(f"peer {donor} has {said.elements} parameters, our model has {elements}")
@@ -281,7 +345,7 @@ async def _describe(
     leaves = tuple(bytes(raw[start : start + 32]) for start in range(0, len(raw), 32))
     if merkle.root(leaves) != header.root:
         raise ProtocolError(f"peer {donor} sent Merkle leaves that do not have the state's root")
-    return header, leaves
+    return leaves
 
 
 async def _fetch_range(

@@ -117,6 +117,7 @@ class Trainer:
         self._revision = 0
         self._steps = self._tokens = 0
         self._finite = True
+        self._carries = False
 
     def initial_state(self) -> OuterState:
         """The outer state before the first round, from the run's seed. Only the founder uses its own."""
@@ -128,12 +129,22 @@ class Trainer:
 
         `members` are the peers among whom the data is shared out; this one is added if missing.
         """
-        self.flat.write(state.parameters)
+        carried = self.flat.read() - self._anchor if self._carries else None
         self._anchor = self.flat.rounded(state.parameters)
+        self.flat.write(state.parameters if carried is None else self._anchor + carried)
         self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
         self._revision = revision
-        self._steps = self._tokens = 0
-        self._finite = True
+        if carried is None:
+            self._steps = self._tokens = 0
+            self._finite = True
+        self._carries = False
+
+    def carry_over(self) -> None:
+        """The round's inner steps so far are not to be lost, although the state that they began from is given up.
+
+        The next round begins with them: with the same change of the parameters, but from its own state.
+        """
+        self._carries = self._finite and self._steps > 0
 
     def run(self, steps: int, *, should_stop: Callable[[], bool], on_step: Callable[[StepInfo], None]) -> None:
         """Goes on with the round's inner steps until `steps` of them are done, or `should_stop()`.

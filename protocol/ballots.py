@@ -46,6 +46,8 @@ class Offer:
     length: int
     codec: CodecName = "fp32"
     operation: Operation = "reduce"
+    signature: bytes | None = None
+    """Ours, over the weight; None if that is 0."""
     max_weight: float = MAX_WEIGHT
     """The most that anybody's values may count."""
     max_block: int = MAX_BLOCK

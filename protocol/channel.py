@@ -7,7 +7,6 @@ the clock.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import attrs
 import trio
@@ -198,19 +197,29 @@ class SecureChannel:
         await trio.lowlevel.checkpoint_if_cancelled()
         while (record := self.take()) is None:
             await self.fill()
-        return bytes(record)
+        return record
 
-    def take(self, place: Callable[[int], memoryview | None] | None = None) -> bytes | memoryview | None:
+    def take(self) -> bytes | None:
         """The plaintext of the next record if it has arrived, else None: `fill` gets more.
-
-        Args:
-            place: See `RecordReader.next_record`.
 
         Raises:
             ProtocolError: as `receive`.
         """
         try:
-            return self._reader.next_record(place)
+            return self._reader.next_record()
+        except ProtocolError as error:
+            raise ProtocolError(f"from {self._name}: {error}") from error
+
+    def take_into(self, target: memoryview) -> int:
+        """Writes the plaintexts of the next records to a buffer, as far as they have arrived and fit in.
+
+        Returns the number of bytes. If it is 0, the next record may still be there for `take`: see `RecordReader.fill`.
+
+        Raises:
+            ProtocolError: as `receive`.
+        """
+        try:
+            return self._reader.fill(target)
         except ProtocolError as error:
             raise ProtocolError(f"from {self._name}: {error}") from error
 

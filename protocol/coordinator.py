@@ -85,6 +85,8 @@ class Candidate:
     holdings: tuple[Holding, ...] = ()
     """What it has of attempts that failed."""
     operation: Operation = "reduce"
+    signature: bytes | None = None
+    """Of its weight, checked; None if that is 0."""
     rates: Rates = UNKNOWN
     """What it knows about its lines."""
 
@@ -378,6 +380,7 @@ class Coordinator:
             salvaged=salvaged,
             operation=operation,
             sizes=tuple(fit[peer].length for peer in members) if operation == "gather" else (),
+            signatures=tuple(signature for peer in members if (signature := fit[peer].signature) is not None),
         )
         self.plan = plan = scheduled(simplest, lines)
         # Members notice stalls first; the limit is for those who notice nothing.

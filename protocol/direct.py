@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from protocol.codecs import BLOCK, Codec, NotFinite, make_codec
+from protocol.codecs import Codec, NotFinite, make_codec
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
@@ -30,13 +30,18 @@ from protocol.reduction import Reduction, Segment, free_parts, own_blocks, piece
 from protocol.salvage import Bounds
 from protocol.vectors import VectorPool, all_finite, vector_bytes
 
-LARGEST_PIECE = 1 << 18
-"""Elements of a segment, at most; a multiple of every codec's block."""
+LARGEST_PIECE = 1 << 20
+"""Elements of a segment, at most. Each takes some 300 calls on both sides together, whatever it holds."""
 
 SMALLEST_PIECE = 1 << 14
-"""Elements that fill a record, unless the codec makes them shorter."""
+"""Elements of a segment, if there are as many; a multiple of every codec's block."""
 
-_PIECES = 8  # of a block, if they are not too small: sums go out while values come in
+_PIECES = 8  # of a block, if they are not too small: sums are under way while other contributions still come in
+
+_MORE = 4  # times as many, of blocks that are unequal
+
+_AT_ONCE = 1 << 18
+"""Elements that are summed and encoded together: they stay in the cache meanwhile. Seeds depend on it."""
 
 _MOST = torch.finfo(torch.float32).max
 
@@ -44,9 +49,11 @@ _NOTHING = Segment(0, 0, False)
 
 
 def piece_of(plan: Plan) -> int:
-    """Most elements of a segment; a multiple of every codec's block. Seeds depend on it."""
-    wanted = plan.length // (len(plan.members) * _PIECES) // BLOCK * BLOCK
-    return min(max(wanted, SMALLEST_PIECE), LARGEST_PIECE)
+    """Most elements of a segment. Sums are rounded differently in other pieces, but the plan alone decides."""
+    # Where lines differ, somebody's is slow, and what a segment costs matters less than how long it takes.
+    count = len(plan.members) * _PIECES * (_MORE if plan.blocks else 1)
+    piece = min(max(plan.length // count, SMALLEST_PIECE), LARGEST_PIECE)
+    return piece // SMALLEST_PIECE * SMALLEST_PIECE
 
 
 class Direct(Reduction):
@@ -77,18 +84,18 @@ class Direct(Reduction):
         size = len(plan.members)
         self.sources = self.sinks = tuple((place + distance) % size for distance in range(1, size))
         self._codec, self._id, self._shares = make_codec(plan.codec), plan.id, plan.shares
-        piece = piece or piece_of(plan)
+        piece = piece_of(plan) if piece is None else piece
         self._encoded, self._piece = memoryview(encoded), min(piece, plan.length)
         blocks = _blocks(plan, piece)
         self._own = blocks[place]
-        self._outgoing = {sink: _segments(plan, blocks, place, sink) for sink in self.sinks}
-        self._incoming = {source: _segments(plan, blocks, source, place) for source in self.sources}
+        self._outgoing = {sink: _segments(plan, blocks, place, sink, piece) for sink in self.sinks}
+        self._incoming = {source: _segments(plan, blocks, source, place, piece) for source in self.sources}
         self._given = {sink: sum(segment.add for segment in segments) for sink, segments in self._outgoing.items()}
         self._next = dict.fromkeys(self.sources, 0)
         self._arriving: dict[int, memoryview] = {}  # by who sends it; may be longer
         self._contributions: dict[int, dict[int, memoryview]] = {start: {} for start, _ in self._own}  # by place
         self._spare: list[memoryview] = []  # for what arrives
-        self._scratch = torch.empty(self._piece)
+        self._scratch = torch.empty(min(self._piece, _AT_ONCE))
         self._sums: dict[int, memoryview] = {}  # our own block's, encoded, by where they start
         self._unused = self._memory_of_sums(pool)
         self._contributors = [source for source in self.sources if self._shares[source]]
@@ -184,12 +191,12 @@ def _blocks(plan: Plan, piece: int) -> list[list[Bounds]]:
     return [list(pieces(window(free, *bounds), piece)) for bounds in own_blocks(plan)]
 
 
-def _segments(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int) -> list[Segment]:
+def _segments(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> list[Segment]:
     """What one member sends to another, if need be nothing: whoever has got all knows that all others have begun."""
-    return list(_sends(plan, blocks, source, sink)) or [_NOTHING]
+    return list(_sends(plan, blocks, source, sink, piece)) or [_NOTHING]
 
 
-def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int) -> Iterator[Segment]:
+def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> Iterator[Segment]:
     """What one member sends to another: its values of the other's block, the sums of its own, and what was salvaged."""
     size = len(plan.members)
     if plan.shares[source]:
@@ -202,7 +209,7 @@ def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int) -> It
             continue
         nearest = min(part.holders, key=lambda holder: (sink - holder) % size)
         if nearest == source:
-            for start, stop in pieces([(part.start, part.stop)], LARGEST_PIECE):
+            for start, stop in pieces([(part.start, part.stop)], piece):
                 yield Segment(start, stop, False, part.source)
 
 
@@ -220,25 +227,27 @@ def _sum(
 
     A single member has nobody to send it to, and leaves the sum as it is.
     """
-    total = scratch[: len(values)].zero_()
-    for place in sorted(contributions):
-        codec.add(contributions[place][: codec.encoded_size(len(values))], total, shares[place])
-    if len(shares) == 1:
-        values.copy_(total)
-        return
-    seed = int.from_bytes(hashlib.sha256(plan_id + struct.pack(">Q", start)).digest()[:16])
-    try:
-        codec.encode(total, sums, seed=seed, meaning=values)
-    except NotFinite:  # finite values at the end of the range, of which shares that were rounded up make too much
-        codec.encode(total.clamp_(-_MOST, _MOST), sums, seed=seed, meaning=values)
+    for first, end in pieces([(0, len(values))], _AT_ONCE):
+        part = slice(codec.encoded_size(first), codec.encoded_size(end))
+        total, meaning = scratch[: end - first].zero_(), values[first:end]
+        for place in sorted(contributions):
+            codec.add(contributions[place][part], total, shares[place])
+        if len(shares) == 1:
+            meaning.copy_(total)
+            continue
+        seed = int.from_bytes(hashlib.sha256(plan_id + struct.pack(">Q", start + first)).digest()[:16])
+        try:
+            codec.encode(total, sums[part], seed=seed, meaning=meaning)
+        except NotFinite:  # finite values at the end of the range, of which shares that were rounded up make too much
+            codec.encode(total.clamp_(-_MOST, _MOST), sums[part], seed=seed, meaning=meaning)
 
 
 def reference_direct(
     plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: torch.Tensor, *, piece: int | None = None
 ) -> None:
     """Computes what is not salvaged of `mean` as the members do, if none of them has left out anything so far."""
-    piece = piece or piece_of(plan)
-    codec, scratch = make_codec(plan.codec), torch.empty(min(plan.length, piece))
+    codec, scratch = make_codec(plan.codec), torch.empty(min(plan.length, _AT_ONCE))
+    piece = piece_of(plan) if piece is None else piece
     encoded: dict[int, memoryview] = {}
     for place, peer in enumerate(plan.members):
         if plan.shares[place]:

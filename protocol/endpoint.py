@@ -80,7 +80,7 @@ class Endpoint:
         local_host: str | None = None,
         rng: random.Random,
     ) -> None:
-        self.peer_id = identity.peer_id
+        self.identity, self.peer_id = identity, identity.peer_id
         self.address: Address | None = None
         """Where we listen, while we do."""
         self._transport = transport

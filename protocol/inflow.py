@@ -46,14 +46,12 @@ def note_end(stream: MuxStream, end: int, fin: bool) -> None:
         stream._end = end
 
 
-def place(stream: MuxStream, offset: int, size: int) -> memoryview | None:
-    """Where so many bytes may be written that are about to arrive."""
+def room(stream: MuxStream, offset: int, size: int) -> memoryview | None:
+    """Where the next of so many bytes may be written that are about to arrive."""
     if stream.wanted is None or stream.available or offset != stream._position:
         return None
-    if not 0 < size <= len(stream.wanted):
-        return None
-    if stream._ahead and stream._ahead.first is not None and stream._ahead.first < offset + size:
-        return None  # they overlap, as `take_in` will say
+    if stream._ahead and stream._ahead.first is not None:
+        size = max(0, min(size, stream._ahead.first - offset))  # more would overlap, as `take_in` will say
     return stream.wanted[:size]
 
 
@@ -67,7 +65,7 @@ def take_in(
         offset: Where it belongs.
         data: What arrived.
         events: Gets what the reader should know.
-        placed: It was written where `place` said.
+        placed: It was written where `room` said.
         piece: It came with its place.
         window: See `pieces.Ahead`.
 

@@ -141,7 +141,7 @@ class LaneOwner(Protocol):
     mux: Mux
     upload: TokenBucket | None
 
-    def dispatch(self, events: list[Event]) -> None:
+    async def hand_over(self, events: list[Event]) -> None:
         """Tells those concerned."""
 
     def progressed(self, raw: MuxStream) -> None:
@@ -259,20 +259,25 @@ class Lane:
 
     async def _take_in(self) -> None:
         work = self._mux.work
-        while (record := self.channel.take(self._place)) is not None:
+        while True:
+            room = self._mux.room(self._intake)
+            count = self.channel.take_into(room) if room else 0
+            record = None if count else self.channel.take()
             try:
-                events = self._mux.receive_on(self._intake, record)
+                if room and count:
+                    events = self._mux.placed(room[:count], self._intake)
+                elif record is not None:
+                    events = self._mux.receive_on(self._intake, record)
+                else:
+                    break
             except ProtocolError as error:  # this is the peer's
                 self._owner.fail(error)
                 raise
-            self._owner.dispatch(events)
+            await self._owner.hand_over(events)
             self.proven = True
             if self._mux.work - work >= _WORK_AT_ONCE:
                 await self._owner.rest()
                 work = self._mux.work
-
-    def _place(self, size: int) -> memoryview | None:
-        return self._mux.place(size, self._intake)
 
     async def _write(self) -> None:
         try:

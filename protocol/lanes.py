@@ -161,12 +161,14 @@ class Lanes:
         for channel in self._channels():
             self._measure(channel)
         channels = [lane.channel for lane in self._lanes.values() if not lane.resting] or [main.channel]
-        trips = [self._meters[channel].rtt for channel in channels if channel in self._meters]
-        if not trips:
+        states = [self._meters[channel] for channel in channels if channel in self._meters]
+        if not states:
             return
         acked = self._past_acked + sum(state.acked for state in self._meters.values())
-        rtt = statistics.median_low(trips)
-        pacer.update(now, LineState(rtt, acked))
+        rates = [state.rate for state in states if state.rate is not None]
+        rtt = statistics.median_low([state.rtt for state in states])
+        rate = sum(rates) if len(rates) == len(states) else None
+        pacer.update(now, LineState(rtt, acked, rate=rate, limited=any(state.limited for state in states)))
         for channel in channels:
             channel.pace(pacer.rate / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
 
@@ -311,6 +313,7 @@ class Lanes:
         working = sum(1 for lane in self._lanes.values() if not lane.resting)
         if working != self._main.mux.lanes:
             self._main.mux.lanes = working
+            self.pacer.restart()
             if working:
                 self._main.channel.pace(math.inf, SMALLEST_BURST)
             self._main.kick()

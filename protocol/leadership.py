@@ -227,9 +227,15 @@ class Leadership:
         previous, self._sessions[peer] = self._sessions.get(peer), session
         if previous is not None:
             previous.end()
-        tried = frozenset(ready.tried)
         candidate = Candidate(
-            ready.weight, ready.length, ready.base, tried, ready.holdings, ready.operation, ready.rates
+            ready.weight,
+            ready.length,
+            ready.base,
+            frozenset(ready.tried),
+            ready.holdings,
+            ready.operation,
+            ready.signature,
+            ready.rates,
         )
         self.coordinator.ready(peer, candidate, ready.ballot)
         self.wake()

@@ -15,12 +15,13 @@ import torch
 import trio
 
 from protocol.attempt import Attempt
-from protocol.ballots import Acceptor, Offer
+from protocol.ballots import Acceptor, Offer, Refusal
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.errors import Behind, Fork, PeerGone, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Plan
+from protocol.rates import Rates
 from protocol.round_messages import (
     Accepted,
     Ahead,
@@ -32,6 +33,7 @@ from protocol.round_messages import (
     Halted,
     Propose,
     Queued,
+    Ready,
     Redirect,
     Rejected,
 )
@@ -69,6 +71,23 @@ class Work:
         """What is reduced here by the attempts that were given up."""
         return () if self.last is None else self.last.holdings()
 
+    def ready(self, promised: Ballot, tried: tuple[PeerId, ...], rates: Rates) -> Ready:
+        """The message that takes us to a coordinator."""
+        return Ready(
+            run=self.offer.run,
+            tag=self.offer.tag,
+            revision=self.offer.revision,
+            base=self.offer.base,
+            weight=self.offer.weight,
+            length=self.offer.length,
+            ballot=promised,
+            tried=tried,
+            holdings=self.holdings,
+            operation=self.offer.operation,
+            signature=self.offer.signature,
+            rates=rates,
+        )
+
     def count(self, transfer: Attempt) -> None:
         self.bytes_sent += transfer.bytes_sent
         self.bytes_received += transfer.bytes_received
@@ -81,6 +100,7 @@ class Member:
         line: The conversation with the coordinator, begun with `Ready`.
         work: Our contribution.
         acceptor: Our ballots for the round, kept over all coordinators.
+        check: Says what is wrong with the signatures of a plan, or None.
         begin: Makes a transfer for a plan and starts it, in a task that outlives this object.
         fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
         keep: Told of the result as soon as it is complete.
@@ -95,6 +115,7 @@ class Member:
         acceptor: Acceptor,
         times: RoundTimes,
         *,
+        check: Callable[[Plan], Awaitable[str | None]],
         begin: Callable[[Plan], Attempt],
         fetch: Callable[[PeerId], Awaitable[Reduced | None]],
         keep: Callable[[Reduced], None],
@@ -102,7 +123,7 @@ class Member:
         patience: float,
     ) -> None:
         self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
-        self._begin, self._fetch, self._keep, self._report = begin, fetch, keep, report
+        self._check, self._begin, self._fetch, self._keep, self._report = check, begin, fetch, keep, report
         self._patience = patience
         self._transfer: Attempt | None = None
         self._reduced: Reduced | None = None
@@ -162,7 +183,11 @@ class Member:
 
     async def _follow(self, plan: Plan) -> None:
         holdings = self._work.holdings if self._transfer is None else self._transfer.holdings()
-        refusal = self._acceptor.accept(plan, self._work.offer, self._line.peer, holdings)
+        unsigned = await self._check(plan)
+        if unsigned is not None:
+            refusal: Refusal | None = Refusal(unsigned, self._acceptor.promised)
+        else:
+            refusal = self._acceptor.accept(plan, self._work.offer, self._line.peer, holdings)
         if refusal is not None:
             await self._send(Rejected(plan.ballot, refusal.ballot, refusal.reason))
             return

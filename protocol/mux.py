@@ -43,7 +43,7 @@ from protocol.frames import (
     unpack_goodbye,
     unpack_reset,
 )
-from protocol.inflow import discard, next_offset, note_end, place, read_into, take_in
+from protocol.inflow import discard, next_offset, note_end, read_into, room, take_in
 from protocol.mux_stream import (
     INITIAL_WINDOW,
     Acknowledged,
@@ -323,29 +323,30 @@ class Mux:
 
     # What the other side does.
 
-    def place(self, size: int, intake: Intake | None = None) -> memoryview | None:
-        """Where the next record, of so many bytes, may be written before it is given to `receive` or `receive_on`."""
+    def room(self, intake: Intake | None = None) -> memoryview | None:
+        """Where the bytes of the next records belong, if they are wanted, none is cut in two, and none is small.
+
+        They are not given to `receive` or `receive_on` then, but `placed` must be called before anything else.
+        """
         intake = intake or self._intake
         if not intake.left or intake.stream is None or intake.stream.id not in self._streams:
             return None
-        intake.place = place(intake.stream, intake.offset, size)
-        return intake.place
+        return room(intake.stream, intake.offset, intake.left)
 
-    def receive(self, record: bytes | memoryview) -> list[Event]:
+    def placed(self, data: memoryview, intake: Intake | None = None) -> list[Event]:
+        """As `receive`, for the next records, which have been written where `room` said."""
+        events: list[Event] = []
+        self._receive_body(intake or self._intake, data, events, placed=True)
+        return events
+
+    def receive(self, record: bytes) -> list[Event]:
         """Takes in one record.
-
-        Args:
-            record: What the other side sent; in the buffer that `place` gave for it, if it gave one.
 
         Raises:
             ProtocolError: If it breaks the rules. The connection is then of no more use.
         """
         events: list[Event] = []
-        if not record:
-            raise ProtocolError("empty record")
-        if self._intake.left:
-            self.work += len(record) < _INLINE
-            self._receive_body(self._intake, record, events)
+        if self._belongs_to_body(self._intake, record, events):
             return events
         view = memoryview(record)
         position = 0
@@ -358,14 +359,10 @@ class Mux:
             self._receive_frame(kind, flags, stream_id, payload, events)
         return events
 
-    def receive_on(self, intake: Intake, record: bytes | memoryview) -> list[Event]:
+    def receive_on(self, intake: Intake, record: bytes) -> list[Event]:
         """As `receive`, for a record that came on a lane."""
         events: list[Event] = []
-        if not record:
-            raise ProtocolError("empty record")
-        if intake.left:
-            self.work += len(record) < _INLINE
-            self._receive_body(intake, record, events)
+        if self._belongs_to_body(intake, record, events):
             return events
         view = memoryview(record)
         kind, flags, stream_id, payload = unpack(view, 0)
@@ -459,8 +456,18 @@ class Mux:
         if not intake.left:
             self._receive_body(intake, b"", events)
 
-    def _receive_body(self, intake: Intake, record: bytes | memoryview, events: list[Event]) -> None:
-        placed, intake.place = record is intake.place, None
+    def _belongs_to_body(self, intake: Intake, record: bytes, events: list[Event]) -> bool:
+        if not record:
+            raise ProtocolError("empty record")
+        if not intake.left:
+            return False
+        self.work += len(record) < _INLINE
+        self._receive_body(intake, record, events)
+        return True
+
+    def _receive_body(
+        self, intake: Intake, record: bytes | memoryview, events: list[Event], *, placed: bool = False
+    ) -> None:
         if len(record) > intake.left:
             raise ProtocolError("more data than was announced")
         stream, offset = intake.stream, intake.offset

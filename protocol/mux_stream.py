@@ -164,8 +164,6 @@ class Intake:
     """They are the last ones."""
     piece: bool = False
     """They are a piece."""
-    place: memoryview | None = None
-    """What the mux gave as the place for the next record."""
     pieces: int = 0
     """Those that have come completely."""
 

@@ -5,6 +5,10 @@ more on many home lines, and whatever is sent on the same line waits behind it. 
 the round-trip time decide, in the manner of TCP Vegas (Brakmo and Peterson 1995) and BBR (Cardwell et al. 2016): when
 the round trip takes longer than it needs to, what arrives is what the link can do; the rate goes below that until the
 queue is gone, and then slowly up again. The kernel's own congestion control keeps working below that.
+
+On a busy machine we are late again and again, and what arrives then says how much we sent, not what the link can do. So
+where the system tells, the rate is the kernel's, of a time in which it never ran out of data. What arrives on average,
+below that, tells that it did run out: more may wait unsent then, to last until we get our turn.
 """
 
 from __future__ import annotations
@@ -19,23 +23,29 @@ from protocol.transport import LineState
 
 SMALLEST_BURST = 1 << 14
 LARGEST_BURST = 1 << 22
-SLOWEST = 1 << 14
-"""Bytes per second below which nothing is paced: it holds up everything on the connection, pings as well."""
+SLOWEST = 1 << 16
+"""Bytes per second below which nothing is paced: it holds up everything on the connection, pings as well, and those who
+wait for the data give up."""
 
 _BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
-_UNSENT_SECONDS = (0.003, 0.006)  # and what may wait unsent lasts so long
+_UNSENT_SECONDS = (0.003, 0.05)  # and what may wait unsent lasts so long
 _KEPT_UP = 0.93  # of the rate has to arrive, else we were too slow to hand it over
+_MORE, _LESS = 1.5, 0.95  # times what may wait unsent, when we were and when we were not
 _TICK = 0.01  # seconds between looks, at least: also a round trip
 _MEMORY = 10.0  # seconds for which the shortest round trip is remembered, at least; twice that at most
 _QUEUE = 0.005  # seconds that a round trip may be longer than the shortest
 _DRAINS = 2  # in vain, after which a queue counts as somebody else's
 _JITTERS = 1.5  # that a round trip may be longer besides
 _AHEAD = 1.15  # of what arrived and of the link's rate: the most that the rate grows to
+_GROWING = 1.25  # times what arrived before: while it grows so, the link is not full
+_FULL, _DEEP = 2, 0.03  # round trips without such growth after which it is; or one, with so many seconds of queue
 _SAMPLES = 4  # round trips over which the link's rate is averaged
 _HOLD = 0.95  # of the link's rate, after the queue was drained
 _STEP = 0.005  # of the link's rate, by which the rate grows each round trip
 _KNOWN = 1.08  # of the link's rate: above, the link has changed, and the rate grows faster
-_LEAP = 1.02
+_LEAP = 0.02  # of the rate: by so much at first, and then by a quarter more each round trip
+_FARTHEST = 0.5
+_FORGET = 0.25  # of how much faster the link was before: until then the rate grows so as well
 # The link's rate is measured anew whenever there is a queue, and may be much lower then. A short queue could be noise.
 _SHORT = 0.02
 _DROP_SHORT, _DROP = 0.97, 0.5
@@ -49,7 +59,7 @@ class Pacer:
         rate: Bytes per second to send at most; infinity until there was a queue.
         burst: Bytes to hand over at a time; 0 while nothing is known.
         unsent: Bytes that may wait unsent in the kernel: none of it may be late while we are not scheduled.
-        delivered: Bytes per second that arrived lately.
+        delivered: Bytes per second that arrive when there is data to send all the time.
     """
 
     def __init__(self) -> None:
@@ -64,7 +74,10 @@ class Pacer:
         self._asked = deque([0.0], maxlen=2)  # the rates of the last two round trips: what arrives now was sent then
         self._trips = _Trips()
         self._previous = 0.0  # the rate that was possible, as of the last look
-        self._patience = _UNSENT_SECONDS[1]  # seconds that what waits unsent lasts
+        self._patience = 2 * _UNSENT_SECONDS[0]  # seconds that what waits unsent lasts
+        self._leap = _LEAP
+        self._goal = 0.0  # the link's rate, if there was no queue but acknowledgements that were late
+        self._best, self._rounds = 0.0, 0  # what arrived at most, and round trips since; see `_filled`
         self._link = 0.0  # the link's rate, when there was a queue
         self._draining = False
         self._drains = 0
@@ -86,20 +99,43 @@ class Pacer:
         if last is None or now <= last[0]:
             return
         arrived = (path.acked - last[1]) / (now - last[0])
+        delivered = arrived if path.rate is None else path.rate
         if steady:
-            self.delivered = arrived
-            self._rates.append(arrived)
-            change = 0.95 if arrived >= _KEPT_UP * self._previous else 1.3
+            self.delivered = delivered
+            self._rates.append(delivered)
+            change = _LESS if arrived >= _KEPT_UP * self._previous else _MORE
             low, high = _UNSENT_SECONDS
             self._patience = min(max(low, change * self._patience), high)
-            self._decide(path.rtt)
+            if self._filled(path.limited):
+                self._decide(path)
             self.rate = max(self.rate, SLOWEST)
             self._asked.append(self.rate)
             self._previous = min(self.rate, self.delivered)
-        self.delivered = max(self.delivered, arrived)
-        possible = min(self.rate, self.delivered)
+        self.delivered = max(self.delivered, delivered)
+        possible = min(self.rate, max(self._rates, default=self.delivered))
         self.burst = _bounded(_BURST_SECONDS * possible)
         self.unsent = _bounded(self._patience * possible)
+
+    def restart(self) -> None:
+        """Other connections than before carry the bulk data: what arrived so far says nothing about those."""
+        self._steady = False
+        self._rates.clear()
+        self._best, self._rounds = 0.0, 0
+
+    def _filled(self, limited: bool) -> bool:
+        """Whether the link is, as far as we know: while more arrives each round trip, we are not yet as fast as it is.
+
+        Args:
+            limited: See `LineState.limited`.
+        """
+        if self.rate < math.inf:
+            return True
+        deep = self._trips.queue > _DEEP
+        if self.delivered > _GROWING * self._best:
+            self._best, self._rounds = self.delivered, 0
+        elif deep or not limited:
+            self._rounds += 1
+        return self._rounds >= (_FULL if limited or not deep else 1)
 
     def _measured(self) -> float:
         """The link's rate, now that there is a queue."""
@@ -107,13 +143,15 @@ class Pacer:
             return max(self._rates)
         if self._trips.excess < _SHORT:
             return max(statistics.fmean(self._rates), _DROP_SHORT * self._link)
-        return max(self.delivered, _DROP * self._link)
+        # Acknowledgements that are late make some of what arrives seem little, and the next more.
+        return max(*list(self._rates)[-3:], _DROP * self._link)
 
-    def _decide(self, rtt: float) -> None:
+    def _decide(self, path: LineState) -> None:
         if self._draining:  # what was done now shows in the next round trip
             self._draining = False
             self.rate = _HOLD * self._link
         elif self._trips.long:
+            self._leap = _LEAP
             # If less arrives than was sent, or more, then it is our bytes that queue, and what arrives is what fits.
             asked = self._asked[0]
             ours = self._trips.excess > _SHORT and abs(self.delivered - asked) > (1 - _KEPT_UP) * asked
@@ -122,14 +160,19 @@ class Pacer:
                 self._drains = 0
                 return
             if ours or not self._drains:
-                self._link = self._measured()
+                before, self._link = max(self._goal, self._link), self._measured()
+                self._goal = before + _FORGET * (self._link - before)
             self._drains += 1
             self._draining = True
-            self.rate = max(_SLOWEST, 1 - self._trips.excess / rtt) * self._link
+            self.rate = max(_SLOWEST, 1 - self._trips.excess / path.rtt) * self._link
         elif self.rate < math.inf:
             self._drains = 0
-            grown = self.rate + _STEP * self._link if self.rate < _KNOWN * self._link else _LEAP * self.rate
-            self.rate = min(grown, _AHEAD * max(*self._rates, self._link))
+            if self.rate >= _KNOWN * self._link or self.rate < self._goal / _KNOWN:
+                grown = (1 + self._leap) * self.rate
+                self._leap = min(1.25 * self._leap, _FARTHEST)
+            else:
+                grown = self.rate + _STEP * self._link
+            self.rate = min(grown, max(_AHEAD, 1 + 2 * self._leap) * max(self._link, *self._rates))
 
 
 def _bounded(size: float) -> int:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from protocol.codecs import CodecName, block_of
 from protocol.identity import PeerId
+from protocol.weights import SignedWeight, WeightSignature
 
 MAX_MEMBERS = 4096
 """Most members of one plan. A plan of that size still fits a message."""
@@ -205,6 +206,8 @@ class Plan:
     operation: Operation = "reduce"
     sizes: Annotated[tuple[Length, ...], Meta(max_length=MAX_MEMBERS)] = attrs.field(default=(), validator=_check_sizes)
     """Of a gather: bytes of each member's block, in the order of `members`."""
+    signatures: Annotated[tuple[WeightSignature, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """Of the `contributors`, each over its weight. Not part of the id: they are about what the id covers."""
     schedule: Schedule = attrs.field(default=attrs.Factory(_usual_schedule, takes_self=True), validator=_check_schedule)
     blocks: Annotated[tuple[Length, ...], Meta(max_length=MAX_MEMBERS)] = attrs.field(
         default=(), validator=_check_blocks
@@ -218,7 +221,7 @@ class Plan:
 
     @property
     def id(self) -> bytes:
-        """SHA-256 over every field in fixed-width big-endian form; 32 bytes."""
+        """SHA-256 over every field but the signatures in fixed-width big-endian form; 32 bytes."""
         tag, codec, operation = self.tag.encode(), self.codec.encode(), self.operation.encode()
         schedule = self.schedule.encode()
         digest = hashlib.sha256(b"shoal-plan-v1")
@@ -294,6 +297,14 @@ class Plan:
     def contributors(self) -> tuple[PeerId, ...]:
         """The members whose values count, but for salvaged parts."""
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
+
+    @property
+    def contributions(self) -> tuple[SignedWeight, ...]:
+        """What the contributors have signed. There is a signature of each, or the plan has not been accepted."""
+        weights = (weight for weight in self.weights if weight > 0)
+        return tuple(
+            SignedWeight(weight, signature) for weight, signature in zip(weights, self.signatures, strict=True)
+        )
 
 
 def load(operation: Operation, length: int) -> int:

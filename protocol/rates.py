@@ -1,8 +1,9 @@
 """What a peer knows about its lines, from the bytes that were moved anyway. Without input or output.
 
 Nobody sends anything to find out. While data is on its way, the byte counts of all connections are looked at now and
-then. The best that two looks in a row have in common is what the line can do: one alone may be a buffer that was
-filled. A better figure counts at once, a worse one only little by little: there may just have been nothing to send.
+then. Two looks with enough bytes between them bound a window, and the best that two windows in a row have in common is
+what the line can do: one alone may be a buffer that was filled. A better figure counts at once, a worse one only
+little by little: there may just have been nothing to send.
 
 The rate towards a single peer is known only if nearly all bytes went there; else it was a share of the line's.
 """
@@ -22,6 +23,12 @@ MAX_PARTNERS = 64
 
 PERIOD = 0.1
 """Seconds between two looks."""
+
+WINDOW = 1 << 16
+"""Bytes of a window, at least: several times what is handed over at a time."""
+
+LONGEST_WINDOW = 2.0
+"""Seconds after which it ends all the same."""
 
 LEAST = 1 << 18
 """Bytes that have to be moved before they say anything about a line."""
@@ -93,26 +100,29 @@ class RateMeter:
     """Turns byte counts into rates."""
 
     def __init__(self) -> None:
-        self._looked: tuple[float, Mapping[PeerId, Count]] | None = None
+        self._opened: dict[bool, tuple[float, dict[PeerId, Count]]] = {}  # by direction: where its window begins
         self._best: dict[tuple[PeerId | None, bool], _Best] = {}  # by peer, None for all, and direction
         self._figures: dict[tuple[PeerId | None, bool], _Figure] = {}
 
     def look(self, now: float, counts: Mapping[PeerId, Count]) -> None:
         """Takes in what the connections have carried by now."""
-        last, self._looked = self._looked, (now, dict(counts))
-        if last is None or now <= last[0]:
-            return
-        seconds, known = now - last[0], last[1]
         for sent in (True, False):
+            began, known = self._opened.setdefault(sent, (now, dict(counts)))
             moved = {peer: _moved(known[peer], count, sent) for peer, count in counts.items() if peer in known}
             # What a relay passes on is counted on the connection to it.
             total = sum(count for peer, count in moved.items() if not counts[peer].relayed)
-            self._best.setdefault((None, sent), _Best()).add(total, seconds)
-            for peer, count in moved.items():
-                if count and count >= _MOSTLY * total:
-                    self._best.setdefault((peer, sent), _Best()).add(count, seconds)
-                elif (peer, sent) in self._best:
-                    self._best[peer, sent].last = 0.0
+            if now > began and (total >= WINDOW or now >= began + LONGEST_WINDOW):
+                self._opened[sent] = now, dict(counts)
+                self._close(sent, moved, total, now - began)
+
+    def _close(self, sent: bool, moved: Mapping[PeerId, int], total: int, seconds: float) -> None:
+        """A window is over, in which so much was moved."""
+        self._best.setdefault((None, sent), _Best()).add(total, seconds)
+        for peer, count in moved.items():
+            if count and count >= _MOSTLY * total:
+                self._best.setdefault((peer, sent), _Best()).add(count, seconds)
+            elif (peer, sent) in self._best:
+                self._best[peer, sent].last = 0.0
 
     def conclude(self) -> None:
         """The data that was on its way has arrived: what was measured counts from now on."""
@@ -127,7 +137,7 @@ class RateMeter:
                 if figure.age > _REMEMBERED and key[0] is not None:
                     del self._figures[key]
         self._best.clear()
-        self._looked = None
+        self._opened.clear()
 
     def rates(self, counts: Mapping[PeerId, Count], peers: Collection[PeerId]) -> Rates:
         """What is known: of these peers, as far as they are connected, the first `MAX_PARTNERS`."""

@@ -9,7 +9,6 @@ limit for AES-GCM (RFC 8446 section 5.5). No input, output, clock or randomness 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 from protocol.errors import ProtocolError
 from protocol.noise import MAX_MESSAGE, TAG_SIZE, CipherState
@@ -19,6 +18,9 @@ MAX_PLAINTEXT = MAX_MESSAGE - TAG_SIZE
 
 REKEY_INTERVAL = 2**20
 """Records of one direction under one key."""
+
+SHORT = 4096
+"""Bytes on the wire below which a record is dealt with by itself."""
 
 READ_SIZE = 512 * 1024
 """Bytes that `RecordReader.space` offers at least."""
@@ -49,16 +51,17 @@ class RecordWriter:
         Raises:
             ValueError: a plaintext is too long; nothing was sealed.
         """
-        sizes = [len(plaintext) + TAG_SIZE for plaintext in plaintexts]
-        if max(sizes, default=0) > MAX_MESSAGE:
-            raise ValueError(f"a record carries at most {MAX_PLAINTEXT} bytes, not {max(sizes) - TAG_SIZE}")
-        view = self._buffer(sum(sizes) + _HEADER * len(sizes))
+        lengths = [len(plaintext) for plaintext in plaintexts]
+        if max(lengths, default=0) > MAX_PLAINTEXT:
+            raise ValueError(f"a record carries at most {MAX_PLAINTEXT} bytes, not {max(lengths)}")
+        view = self._buffer(sum(lengths) + (_HEADER + TAG_SIZE) * len(lengths))
         start = 0
-        for plaintext, size in zip(plaintexts, sizes, strict=True):
+        for plaintext in plaintexts:
             body = start + _HEADER
-            _LENGTH.pack_into(view, start, size)
-            self._cipher.encrypt_into(plaintext, view[body : body + size])
-            start = body + size
+            end = body + len(plaintext) + TAG_SIZE
+            _LENGTH.pack_into(view, start, end - body)
+            self._cipher.encrypt_into(plaintext, view[body:end])
+            start = end
             self._count += 1
             if self._count % REKEY_INTERVAL == 0:
                 self._cipher.rekey()
@@ -105,43 +108,63 @@ class RecordReader:
         """Say that the first `count` bytes of the last `space()` have been filled."""
         self._end += count
 
-    def next_record(self, place: Callable[[int], memoryview | None] | None = None) -> bytes | memoryview | None:
+    def next_record(self) -> bytes | None:
         """The next plaintext, or None if its record has not arrived completely.
-
-        Args:
-            place: Told the plaintext's length, it may give a buffer of that length, into which it is decrypted and
-                which is then returned.
 
         Raises:
             ProtocolError: what arrived is not the record that the other side sealed next. All later calls raise too.
         """
-        if self._broken:
-            raise ProtocolError("nothing more can be read after a record that was forged or damaged")
+        self._check()
         body = self._start + _HEADER
         if self._end < body:
             return None
         (size,) = _LENGTH.unpack_from(self._buffer, self._start)
         if self._end < body + size and size >= TAG_SIZE:
             return None
-        ciphertext = self._buffer[body : body + size]
-        target = place(size - TAG_SIZE) if place is not None and size >= TAG_SIZE else None
-        plaintext: bytes | memoryview
         try:
-            if target is None:
-                plaintext = self._cipher.decrypt(ciphertext)
-            else:
-                self._cipher.decrypt_into(ciphertext, target)
-                plaintext = target
+            plaintext = self._cipher.decrypt(self._buffer[body : body + size])
         except ProtocolError:
             self._broken = True
             raise
-        self._start = body + size
-        self._count += 1
-        if self._count % REKEY_INTERVAL == 0:
-            self._cipher.rekey()
+        self._taken(body + size)
         return plaintext
+
+    def fill(self, target: memoryview) -> int:
+        """Decrypts the next records into a buffer, one after the other, and returns how many bytes these are.
+
+        It ends before a record that has not arrived completely, or does not fit in, and before one that is shorter than
+        `SHORT` and does not fill the buffer.
+
+        Raises:
+            ProtocolError: as `next_record`. What the buffer holds is undefined then.
+        """
+        self._check()
+        filled, room = 0, len(target)
+        while filled < room and (body := self._start + _HEADER) <= self._end:
+            (size,) = _LENGTH.unpack_from(self._buffer, self._start)
+            stop = filled + size - TAG_SIZE
+            if stop > room or (size < SHORT and stop < room) or body + size > self._end:
+                break
+            try:
+                self._cipher.decrypt_into(self._buffer[body : body + size], target[filled:stop])
+            except ProtocolError:
+                self._broken = True
+                raise
+            self._taken(body + size)
+            filled = stop
+        return filled
 
     @property
     def pending(self) -> int:
         """Bytes received that are not yet taken: if the stream ends with some, it was cut inside a record."""
         return self._end - self._start
+
+    def _check(self) -> None:
+        if self._broken:
+            raise ProtocolError("nothing more can be read after a record that was forged or damaged")
+
+    def _taken(self, end: int) -> None:
+        self._start = end
+        self._count += 1
+        if self._count % REKEY_INTERVAL == 0:
+            self._cipher.rekey()

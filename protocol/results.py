@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import torch
 import trio
@@ -63,7 +63,7 @@ class Results:
             await stream.send_bytes(data[start : start + READ])
 
     async def fetch(
-        self, peer: PeerId, revision: int, *, base: bytes | None, misfit: Callable[[Plan], str | None]
+        self, peer: PeerId, revision: int, *, base: bytes | None, misfit: Callable[[Plan], Awaitable[str | None]]
     ) -> Reduced:
         """The result of a round that this peer missed.
 
@@ -83,7 +83,7 @@ class Results:
             async with self._endpoint.open(peer, FetchResult(self._run, self._tag, revision), bulk=True) as stream:
                 plan = (await stream.receive(Result, timeout=times.stall)).plan
                 self._check(plan, peer, revision, base)
-                if (problem := misfit(plan)) is not None:
+                if (problem := await misfit(plan)) is not None:
                     raise ProtocolError(f"{peer.short} sent a result that does not fit: {problem}")
                 result = torch.empty(plan.nbytes, dtype=torch.uint8)
                 if plan.operation != "gather":

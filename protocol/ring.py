@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 
 from protocol.direct import reference_direct
@@ -30,7 +31,7 @@ from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
-from protocol.vectors import VectorPool, all_finite, scale
+from protocol.vectors import VectorPool, add_scaled, all_finite, scale
 
 LARGEST_PIECE = 1 << 20
 """Elements of a segment, at most: 4 MiB. What arrives with the last bytes of one has to be copied."""
@@ -124,7 +125,9 @@ class Ring(Reduction):
         self._own = sum(1 for _ in schedule.sends(place, 0)) if size > 1 else 0  # segments that nobody has added to
         last = schedule.steps // 2 - 1  # the step in which reduced elements come in for the first time
         self._summed = sum(1 for step in range(last) for _ in schedule.receives(place, step))
-        self._scratch = torch.empty(min(plan.length, _AT_ONCE), dtype=torch.float32)
+        # NumPy computes the same bits as PyTorch, and takes a fifth of the time to begin with it.
+        self._ours, self._array = values.detach().numpy(), self._buffer.numpy()
+        self._scratch = np.empty(min(plan.length, _AT_ONCE), dtype=np.float32)
         if size == 1:
             for start, stop in self._free:
                 scale(values[start:stop], self._share, out=self._buffer[start:stop])
@@ -163,12 +166,9 @@ class Ring(Reduction):
         """
         segment = self._receives[self.received]
         for start, stop in pieces([(segment.start, segment.stop)], _AT_ONCE):
-            values = self._buffer[start:stop]
             if segment.add:
-                ours = self._scratch[: stop - start]
-                scale(self._values[start:stop], self._share, out=ours)
-                values += ours
-            if not all_finite(values):
+                add_scaled(self._array[start:stop], self._ours[start:stop], self._share, self._scratch[: stop - start])
+            if not all_finite(self._buffer[start:stop]):
                 raise ProtocolError("the left neighbour's values are not finite")
         if self.received >= self._summed:
             self._hold(segment.start, segment.stop, segment.source)

@@ -7,6 +7,7 @@ from typing import Literal
 import attrs
 
 from protocol.identity import PeerId
+from protocol.plan import Plan
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +27,19 @@ class RoundEvent:
     blocks: tuple[int, ...] = ()
     """Elements of which each member is the owner, where that is not as equal as can be."""
     reason: str = ""
+
+
+def attempt_event(plan: Plan, reason: str | None) -> RoundEvent:
+    """The attempt to carry out a plan began (no reason), or failed."""
+    return RoundEvent(
+        event="round_started" if reason is None else "round_failed",
+        round=plan.revision,
+        attempt=plan.attempt,
+        members=plan.members,
+        schedule=plan.schedule,
+        blocks=plan.blocks,
+        reason=reason or "",
+    )
 
 
 @attrs.frozen

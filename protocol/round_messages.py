@@ -16,6 +16,7 @@ from protocol.plan import Ballot, Hash, Length, Operation, Plan, Rank, Revision,
 from protocol.rates import UNKNOWN, Rates
 from protocol.salvage import MAX_HOLDINGS, Holding
 from protocol.transport import Address
+from protocol.weights import WeightSignature
 from protocol.wire import message
 
 MAX_TRIED = 32
@@ -44,6 +45,8 @@ class Ready:
     holdings: Holdings = ()
     """What the member has of attempts under coordinators that were lost."""
     operation: Operation = "reduce"
+    signature: WeightSignature | None = None
+    """Over the weight; none if that is 0."""
     rates: Rates = UNKNOWN
     """What the member knows about its lines."""
 

@@ -36,10 +36,10 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.metering import Meter
-from protocol.plan import MAX_BLOCK, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
+from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
 from protocol.results import Results
 from protocol.roster import Roster
-from protocol.round_events import RoundEvent, RoundStatistics
+from protocol.round_events import RoundEvent, RoundStatistics, attempt_event
 from protocol.round_messages import (
     MAX_ADDRESSES,
     MAX_TRIED,
@@ -54,6 +54,7 @@ from protocol.round_messages import (
     RoundOpen,
 )
 from protocol.sessions import Line, LocalLine, local_lines
+from protocol.signatures import Signatures
 from protocol.swap import Swap
 from protocol.transfer import RingInbox
 from protocol.wire import Message
@@ -81,6 +82,8 @@ class Rounds:
         tag: Tells concurrent collectives of one run apart.
         max_weight: The most that one peer's values may count.
         max_block: The most bytes that one peer's block may have in a gather.
+        max_members: The most peers that contribute to one round.
+        admits: Whether a peer may contribute at all.
         courtesy: Told when an attempt is going on, so that others can let it go first.
         codec: How values look on the wire. Lossy ones keep what they leave out for the next round.
         meter: Measures the lines; one for all that goes on at the endpoint.
@@ -97,6 +100,8 @@ class Rounds:
         tag: str = "",
         max_weight: float = MAX_WEIGHT,
         max_block: int = MAX_BLOCK,
+        max_members: int = MAX_MEMBERS,
+        admits: Callable[[PeerId], bool] = lambda peer: True,
         codec: CodecName = "fp32",
         courtesy: Courtesy | None = None,
         meter: Meter | None = None,
@@ -104,6 +109,7 @@ class Rounds:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report = roster, report
         self._max_weight, self._max_block = max_weight, max_block
+        self._signatures = Signatures(endpoint.identity, run_id, tag, max_members=max_members, admits=admits)
         self._codec, self._contributor, self._swapper = codec, Contributor(codec), Contributor(codec)
         self._meter = meter or Meter(endpoint)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
@@ -233,7 +239,7 @@ class Rounds:
             encoded = await self._contributor.encode(values)
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
-            offer, encoded = attrs.evolve(offer, weight=0.0), memoryview(b"")
+            offer, encoded = attrs.evolve(offer, weight=0.0, signature=None), memoryview(b"")
         counted = False
         try:
             work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
@@ -313,18 +319,19 @@ class Rounds:
             length=length,
             codec=self._codec,
             operation=operation,
+            signature=self._signatures.sign(revision, digest, float(weight)),
             max_weight=self._max_weight,
             max_block=self._max_block,
         )
         return self._offered
 
-    def _misfit(self, plan: Plan) -> str | None:
-        """Why a result is none that we can use: it is not of the kind of what we bring to rounds."""
-        if self._offered is not None:
-            return self._offered.misfit(plan)
-        if plan.operation != "reduce" or plan.heaviest > self._max_weight:
+    async def _misfit(self, plan: Plan) -> str | None:
+        """Why a result is none that we can use: it is not of the kind of what we bring to rounds, or not signed."""
+        if self._offered is not None and (misfit := self._offered.misfit(plan)) is not None:
+            return misfit
+        if self._offered is None and (plan.operation != "reduce" or plan.heaviest > self._max_weight):
             return "it is of another kind, or somebody has a weight beyond the limit"
-        return None
+        return await self._signatures.problem_of(plan)
 
     async def _take_part(self, work: Work) -> Reduced:
         try:
@@ -369,19 +376,8 @@ class Rounds:
     async def _attend(self, leadership: Leadership, work: Work, leader: PeerId) -> Reduced | None:
         """One stay with one coordinator; None if we left it for another one."""
         offer, tried = work.offer, sorted(leadership.tried)[:MAX_TRIED]
-        ready = Ready(
-            run=self._run,
-            tag=self._tag,
-            revision=offer.revision,
-            base=offer.base,
-            weight=offer.weight,
-            length=offer.length,
-            ballot=leadership.acceptor.promised,
-            tried=tuple(tried),
-            holdings=work.holdings,
-            operation=offer.operation,
-            rates=self._meter.rates(self._roster.partners()),
-        )
+        rates = self._meter.rates(self._roster.partners())
+        ready = work.ready(leadership.acceptor.promised, tuple(tried), rates)
         patience = self._times.grace + self._times.slack
         most = offer.length if offer.operation != "gather" else self._max_block * (len(self._roster.partners()) + 1)
         patience += 2 * self._times.attempt(load(offer.operation, most), len(self._roster.partners()) + 1)
@@ -395,6 +391,7 @@ class Rounds:
                         work,
                         leadership.acceptor,
                         self._times,
+                        check=self._signatures.problem_of,
                         begin=lambda plan: self._begin(plan, work),
                         fetch=lambda holder: self._fetch(holder, offer.revision),
                         keep=self._keep,
@@ -465,17 +462,7 @@ class Rounds:
             self._report_attempt(plan, None)
 
     def _report_attempt(self, plan: Plan, reason: str | None) -> None:
-        self._report(
-            RoundEvent(
-                event="round_started" if reason is None else "round_failed",
-                round=plan.revision,
-                attempt=plan.attempt,
-                members=plan.members,
-                schedule=plan.schedule,
-                blocks=plan.blocks,
-                reason=reason or "",
-            )
-        )
+        self._report(attempt_event(plan, reason))
 
     @property
     def finished(self) -> int:
@@ -540,6 +527,11 @@ class Rounds:
             return Ahead(self.finished, self._endpoint.peer_id)
         if request.revision > self._tip + _LOOKAHEAD:
             raise RequestRefused(f"this peer holds revision {self._tip} only", code="behind")
+        problem = self._signatures.problem(
+            stream.peer, request.revision, request.base, request.weight, request.signature
+        )
+        if problem is not None:
+            raise ProtocolError(problem)
         leadership = self._leadership(request.revision)
         leadership.crossed(stream.peer)
         final = self._final_answer(leadership, request, stream.peer)

@@ -27,7 +27,7 @@ MAX_SPANS = 256
 MAX_HOLDINGS = 16
 """Most plans of which a member says what it holds of them: one for each failed attempt."""
 
-_MAX_TOLD = 1 << 19  # bytes of a plan for what it takes over: it has to fit into a message, whatever members say
+_MAX_TOLD = 1 << 18  # bytes of a plan for what it takes over: it has to fit into a message, whatever members say
 
 Bounds: TypeAlias = tuple[int, int]
 _Part: TypeAlias = tuple[int, int, bytes, tuple[int, ...]]  # start, stop, source, holders

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
@@ -45,14 +46,24 @@ _LISTEN_HINTS = {
 }
 
 # Linux only; the socket module lacks the first. In struct tcp_info: tcpi_rtt in microseconds, and tcpi_bytes_acked;
-# since Linux 4.6 also tcpi_total_retrans, tcpi_min_rtt in microseconds and tcpi_data_segs_out.
+# since Linux 4.6 also tcpi_total_retrans, tcpi_min_rtt in microseconds and tcpi_data_segs_out; since Linux 4.9 also
+# tcpi_delivery_rate: over a round trip, and the last one in which we never ran out of data, unless it was higher since.
+# Before it was there, the bit that says that it was higher since was always 0.
 _SO_MAX_PACING_RATE = 47
 _INFO_SIZE = 128
 _INFO_RTT = struct.Struct("=68xI")
 _INFO_ACKED = struct.Struct("=120xQ")
 _MORE_SIZE = 160
 _INFO_MORE = struct.Struct("=100xI44xI4xI")
+_ALL_SIZE = 168
+_LIMITED_AT, _LIMITED = 7, 1 if sys.byteorder == "little" else 0x80  # tcpi_delivery_rate_app_limited
+_INFO_RATE = struct.Struct("=160xQ")
 _NO_LIMIT = 2**64 - 1
+
+_UNPACED = "cubic"
+
+_TURN = 1 << 20  # bytes that a stream moves before others get their turn, if it never has to wait
+_LEAST = 1 << 14  # bytes that every call counts for
 
 
 class TcpTransport:
@@ -75,10 +86,10 @@ class TcpTransport:
         """
         try:
             with trio.fail_after(DIAL_TIMEOUT):
-                if local_port is None:
-                    sock = (await trio.open_tcp_stream(address.host, address.port)).socket
+                if local_port is not None or _is_loopback_address(address):
+                    sock = await _connect(address, local_port, _fitting(self._congestion, address))
                 else:
-                    sock = await _connect_from(local_port, address)
+                    sock = (await trio.open_tcp_stream(address.host, address.port)).socket
             remote = _peer_of(sock)
         except trio.TooSlowError:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT:.0f} s") from None
@@ -130,11 +141,19 @@ class TcpListener:
 
 
 class TcpStream:
-    """Implements `transport.ByteStream`."""
+    """Implements `transport.ByteStream`.
+
+    Args:
+        sock: The connection. Its file descriptor is ours from now on.
+        remote: The other end.
+    """
 
     def __init__(self, sock: trio.socket.SocketType, remote: Address) -> None:
-        self._socket = sock
+        # trio's own sockets let others run after every call, which costs more than moving 100 KiB.
+        self._socket = socket.socket(fileno=sock.detach())
+        self._socket.setblocking(False)
         self._remote = remote
+        self._moved = 0  # bytes since others had their turn
 
     @property
     def remote(self) -> Address:
@@ -142,25 +161,49 @@ class TcpStream:
 
     async def send(self, data: Buffer) -> None:
         rest = memoryview(data)
-        if not rest:
-            await trio.lowlevel.checkpoint()
+        await self._take_turn()
         try:
             while rest:
-                rest = rest[await self._socket.send(rest) :]
+                try:
+                    count = self._socket.send(rest)
+                except (BlockingIOError, InterruptedError):
+                    await self._wait(trio.lowlevel.wait_writable)
+                else:
+                    rest = rest[count:]
+                    self._moved += max(count, _LEAST)
         except (OSError, trio.ClosedResourceError) as error:
             raise self._gone(error) from error
 
     async def receive_into(self, buffer: memoryview) -> int:
+        await self._take_turn()
         try:
-            return await self._socket.recv_into(buffer)
+            while True:
+                try:
+                    count = self._socket.recv_into(buffer)
+                except (BlockingIOError, InterruptedError):
+                    await self._wait(trio.lowlevel.wait_readable)
+                else:
+                    self._moved += max(count, _LEAST)
+                    return count
         except (OSError, trio.ClosedResourceError) as error:
             raise self._gone(error) from error
+
+    async def _take_turn(self) -> None:
+        if self._moved < _TURN:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        else:
+            self._moved = 0
+            await trio.lowlevel.checkpoint()
+
+    async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]]) -> None:
+        self._moved = 0
+        await until_ready(self._socket)
 
     def measure(self) -> LineState | None:
         if sys.platform != "linux":
             return None
         try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MORE_SIZE)
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ALL_SIZE)
         except OSError:
             return None
         if len(info) < _INFO_SIZE:  # Linux before 4.1
@@ -169,7 +212,9 @@ class TcpStream:
         if len(info) < _MORE_SIZE:
             return LineState(rtt / 1e6, acked)
         resent, shortest, sent = _INFO_MORE.unpack_from(info)
-        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent)
+        (rate,) = _INFO_RATE.unpack_from(info) if len(info) >= _ALL_SIZE else (0,)
+        limited = bool(info[_LIMITED_AT] & _LIMITED)
+        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent, rate or None, limited)
 
     def pace(self, rate: float, unsent: int) -> None:
         if sys.platform != "linux":
@@ -181,7 +226,9 @@ class TcpStream:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
 
     async def aclose(self) -> None:
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
         await trio.lowlevel.checkpoint()
 
     def _gone(self, error: OSError | trio.ClosedResourceError) -> PeerGone:
@@ -202,6 +249,7 @@ async def _listen(address: Address, congestion: str | None) -> TcpListener:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         await sock.bind(name)
+        _set_congestion(sock, None if congestion is None else _UNPACED)  # connections begin with it, see `_connect`
         # After binding: another listener on the port is still an error, and only our own dials share it.
         _share_port(sock)
         sock.listen(_BACKLOG)
@@ -211,14 +259,17 @@ async def _listen(address: Address, congestion: str | None) -> TcpListener:
         raise
 
 
-async def _connect_from(port: int, address: Address) -> trio.socket.SocketType:
+async def _connect(address: Address, port: int | None, congestion: str | None) -> trio.socket.SocketType:
+    """Connects from a port, or from any. Sets congestion control before: what has begun with BBR stays paced."""
     infos = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, name = infos[0]
     sock = trio.socket.socket(family, kind, protocol)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _share_port(sock)
-        await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+        _set_congestion(sock, congestion)
+        if port is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _share_port(sock)
+            await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         await sock.connect(name)
     except BaseException:
         sock.close()
@@ -240,6 +291,10 @@ def set_options(sock: trio.socket.SocketType, congestion: str | None = None) -> 
             # A connection that is already dead refuses options; sending on it will say so.
             with contextlib.suppress(OSError):
                 sock.setsockopt(getattr(socket, level), getattr(socket, name), value)
+    _set_congestion(sock, congestion)
+
+
+def _set_congestion(sock: trio.socket.SocketType, congestion: str | None) -> None:
     if congestion is not None and hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
@@ -247,7 +302,12 @@ def set_options(sock: trio.socket.SocketType, congestion: str | None = None) -> 
 
 def _fitting(congestion: str | None, remote: Address) -> str | None:
     """Within one machine nothing is lost, and BBR's timers only cost time: a tenth of all that a transfer takes."""
-    return "cubic" if congestion is not None and remote.is_loopback else congestion
+    return _UNPACED if congestion is not None and remote.is_loopback else congestion
+
+
+def _is_loopback_address(address: Address) -> bool:
+    """Not by a name, which may stand for several addresses."""
+    return address.is_loopback and address.host != "localhost"
 
 
 def _peer_of(sock: trio.socket.SocketType) -> Address:

@@ -148,6 +148,13 @@ class LineState:
     resent: int = 0
     """Those of them that were sent again."""
 
+    rate: float | None = None
+    """Bytes per second at which data arrived lately while there was something to send all the time, or more than that
+    at another time since; None where the system does not tell."""
+
+    limited: bool = False
+    """`rate` is of a time in which there was not always something to send: the way can take more."""
+
 
 @runtime_checkable
 class PacedStream(ByteStream, Protocol):

@@ -8,7 +8,10 @@ import mmap
 import weakref
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Array = npt.NDArray[np.float32]
 
 _SMALLEST = 1 << 22  # bytes of which it is worth while: two huge pages
 _SPARE = 2  # memories that wait to be used again: a result's, and that for the bytes of encoded sums
@@ -73,3 +76,13 @@ def scale(values: torch.Tensor, share: float, *, out: torch.Tensor) -> None:
         out.zero_()
     else:
         torch.mul(values.detach(), torch.tensor(share, dtype=torch.float32), out=out)
+
+
+def add_scaled(total: Array, values: Array, share: float, scratch: Array) -> None:
+    """total += values * share, rounded in between, as `scale` has it. Sums that overflow become infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if share == 0:
+            scratch.fill(0)
+        else:
+            np.multiply(values, np.float32(share), out=scratch)
+        np.add(total, scratch, out=total)

@@ -47,6 +47,7 @@ SHELLS = {
     "protocol/rivals.py",
     "protocol/rounds.py",
     "protocol/sessions.py",
+    "protocol/signatures.py",
     "protocol/standalone.py",
     "protocol/stream.py",
     "protocol/swap.py",

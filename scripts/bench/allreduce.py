@@ -5,7 +5,8 @@
 A round of ours is everything from being ready to holding the mean: the coordinator's plan, the encrypted ring, the
 commit. Gloo sums in place, unencrypted, among processes that cannot change. Both take turns in one run, with one thread
 each for torch, and medians are compared. The time of an operation is that of several, one after the other, from the
-first process's start to the last one's end. Exit code 1 if a goal is missed.
+first process's start to the last one's end. For a fair reading ours also runs without encryption, which only
+this script can do: a copy takes the cipher's place. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 import attrs
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transport import Usage, forget_peak, met, row
 
+from protocol import noise
 from protocol.codecs import CodecName
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
@@ -41,7 +43,7 @@ from protocol.identity import Identity, PeerId
 from protocol.plan import NO_DIGEST
 from protocol.rounds import Rounds
 from protocol.tcp import TcpTransport
-from protocol.transport import Address
+from protocol.transport import Address, Buffer
 from protocol.vectors import vector_bytes
 
 RUN = bytes(31) + b"\x01"
@@ -83,11 +85,30 @@ class Everybody:
         raise RuntimeError(f"{peer.short} was silent for {seconds:g} s")
 
 
+class Copy:
+    """What takes the place of AES-GCM to see what that costs: copies, and leaves room for a tag."""
+
+    def __init__(self, key: bytes) -> None:
+        self._tag = bytes(noise.TAG_SIZE)
+
+    def encrypt(self, nonce: bytes, data: Buffer, associated_data: bytes | None) -> bytes:
+        return bytes(data) + self._tag
+
+    def decrypt(self, nonce: bytes, data: Buffer, associated_data: bytes | None) -> bytes:
+        return bytes(data[: -noise.TAG_SIZE])
+
+    def encrypt_into(self, nonce: bytes, data: Buffer, associated_data: bytes | None, buffer: memoryview) -> None:
+        buffer[: len(data)] = data
+
+    def decrypt_into(self, nonce: bytes, data: memoryview, associated_data: bytes | None, buffer: memoryview) -> None:
+        buffer[:] = data[: -noise.TAG_SIZE]
+
+
 class Ours:
     """A peer of ours that takes part in rounds."""
 
-    def __init__(self, rank: int, size: int, codec: CodecName) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, host: str, codec: CodecName) -> None:
+        self._rank, self._size, self._host = rank, size, host
         self._endpoint = Endpoint(identity_of(rank), TcpTransport(), rng=random.Random(rank))
         self._rounds = Rounds(
             self._endpoint,
@@ -102,16 +123,16 @@ class Ours:
 
     async def start(self, nursery: trio.Nursery) -> int:
         """Listens; returns the port."""
-        address: Address = await nursery.start(self._endpoint.run, Address("127.0.0.1", 0))
+        address: Address = await nursery.start(self._endpoint.run, Address(self._host, 0))
         await nursery.start(self._rounds.run)
         self._rounds.committed(self._revision, self._digest)
         return address.port
 
-    async def join(self, ports: list[int]) -> None:
+    async def join(self, addresses: list[tuple[str, int]]) -> None:
         """Connects to the processes of lower rank."""
-        for rank in range(self._rank):
+        for rank, (host, port) in enumerate(addresses[: self._rank]):
             peer = identity_of(rank).peer_id
-            self._endpoint.learn(peer, Address("127.0.0.1", ports[rank]))
+            self._endpoint.learn(peer, Address(host, port))
             await self._endpoint.connect(peer)
 
     async def fill(self, length: int) -> None:
@@ -134,6 +155,10 @@ class Ours:
     async def digest(self) -> str:
         """Of the last result."""
         return hashlib.sha256(vector_bytes(self._result)).hexdigest()
+
+    async def sent(self) -> int:
+        """Bytes sent to all others so far, as they are on the connections."""
+        return self._endpoint.bytes_sent
 
 
 class Gloo:
@@ -169,10 +194,12 @@ class Gloo:
         return hashlib.sha256(vector_bytes(self._values)).hexdigest()
 
 
-async def work(kind: str, rank: int, size: int) -> None:
+async def work(kind: str, rank: int, size: int, host: str) -> None:
     """A child process: does what lines of JSON say, [name, argument, …], and answers each with one."""
     torch.set_num_threads(1)
-    member = Gloo(rank, size) if kind == "gloo" else Ours(rank, size, typing.cast(CodecName, kind))
+    if kind == "plain":
+        kind, noise.AESGCM = "fp32", Copy  # type: ignore[misc,assignment]
+    member = Gloo(rank, size) if kind == "gloo" else Ours(rank, size, host, typing.cast(CodecName, kind))
     async with trio.open_nursery() as nursery:
         print(json.dumps(await member.start(nursery)), flush=True)
         async for line in trio.wrap_file(sys.stdin):
@@ -193,19 +220,22 @@ class Group:
     """Processes that reduce together.
 
     Args:
-        kind: "gloo", or a codec of ours.
+        kind: "gloo", a codec of ours, or "plain" for fp32 without encryption.
         size: How many.
         directory: For files.
+        places: The address of each, and the beginning of the command that runs it there; here if there are none.
     """
 
-    def __init__(self, kind: str, size: int, directory: str) -> None:
+    def __init__(self, kind: str, size: int, directory: str, places: Sequence[tuple[str, Sequence[str]]] = ()) -> None:
         self.values: dict[str, list[float]] = {}
         self._processes: list[subprocess.Popen[str]] = []
-        for rank in range(size):
-            command = [sys.executable, __file__, "--work", kind, str(rank), str(size)]
+        places = places or [("127.0.0.1", ())] * size
+        for rank, (host, prefix) in enumerate(places):
+            command = [*prefix, sys.executable, __file__, "--work", kind, str(rank), str(size), host]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         ports = [self._answer(process) for process in self._processes]
-        self.do("join", str(Path(directory) / f"gloo{size}") if kind == "gloo" else ports)
+        addresses = [(host, port) for (host, _), port in zip(places, ports, strict=True)]
+        self.do("join", str(Path(directory) / f"gloo{size}") if kind == "gloo" else addresses)
 
     def do(self, *what: object) -> list[object]:
         """Has all processes do something at once; returns the results."""
@@ -222,21 +252,30 @@ class Group:
     def reduce(self, name: str, length: int, count: int) -> None:
         """Measures so many operations: seconds of one, and CPU seconds of one for a process, on average."""
         self.do("fill", length)
-        self._reduce(WARM_UP)
+        self.time(WARM_UP)
         before = self.usage()
-        seconds = self._reduce(count)
+        seconds = self.time(count)
         cpu = statistics.fmean(end.cpu - start.cpu for start, end in zip(before, self.usage(), strict=True))
-        if len(set(self.do("digest"))) != 1:
-            raise RuntimeError("the processes hold different results")
+        self.check()
         self._add(name, seconds)
         self._add(name + "/cpu", cpu / count)
+
+    def time(self, count: int) -> float:
+        """Seconds of one operation, of so many one after the other."""
+        times: list[tuple[float, float]] = self.do("reduce", count)  # type: ignore[assignment]
+        return (max(end for _, end in times) - min(began for began, _ in times)) / count
+
+    def check(self) -> None:
+        """Makes sure that all hold the same result, bit for bit."""
+        if len(set(self.do("digest"))) != 1:
+            raise RuntimeError("the processes hold different results")
 
     def growth(self, length: int) -> float:
         """MiB by which the largest process grows at most during one operation."""
         self.do("fill", length)
         self.do("forget_peak")
         before = self.usage()
-        self._reduce(1)
+        self.time(1)
         return max(end.peak - start.resident for start, end in zip(before, self.usage(), strict=True))
 
     def median(self, name: str) -> float:
@@ -248,10 +287,6 @@ class Group:
         for process in self._processes:
             process.kill()
             process.communicate()
-
-    def _reduce(self, count: int) -> float:
-        times: list[tuple[float, float]] = self.do("reduce", count)  # type: ignore[assignment]
-        return (max(end for _, end in times) - min(began for began, _ in times)) / count
 
     def _add(self, name: str, value: float) -> None:
         self.values.setdefault(name, []).append(value)
@@ -269,10 +304,10 @@ def measure(size: int, mib: int, repetitions: int, count: int, small: int) -> li
     length = mib << 18
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        for kind in ("fp32", "gloo", "int8"):
+        for kind in ("fp32", "gloo", "int8", "plain"):
             groups.append(Group(kind, size, directory))
             stack.callback(groups[-1].close)
-        ours, gloo, encoded = groups
+        ours, gloo, encoded, plain = groups
         growth = ours.growth(length)
         for _ in range(repetitions):
             for group in groups:
@@ -287,6 +322,15 @@ def measure(size: int, mib: int, repetitions: int, count: int, small: int) -> li
     return [
         row(case, ours.median("large"), gloo.median("large"), "s", "<= 1.5", "gloo"),
         row(f"{case}, CPU of one", ours.median("large/cpu"), gloo.median("large/cpu"), "s", "", "gloo"),
+        row(f"{case}, without encryption", plain.median("large"), gloo.median("large"), "s", "", "gloo"),
+        row(
+            f"{case}, without encryption, CPU of one",
+            plain.median("large/cpu"),
+            gloo.median("large/cpu"),
+            "s",
+            "",
+            "gloo",
+        ),
         row(f"{case}, growth, result included", growth, allowed, "MiB", "<= 1", "what is allowed"),
         row(f"{case}, int8, effective bus rate", rate, exact_rate, "MB/s", ">= 1.3", "fp32"),
         row(small_case, milliseconds, SMALL_LIMITS[size], "ms", "<= 1", "what is allowed"),
@@ -300,14 +344,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="half a minute in place of two")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4], choices=SMALL_LIMITS, help="processes")
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         with contextlib.suppress(OSError):
             os.nice(-10)  # what else runs here is not what is measured
             Path("/proc/self/autogroup").write_text("-10")  # where that counts only within a session
-        kind, rank, size = options.work
-        trio.run(work, kind, int(rank), int(size))
+        kind, rank, size, host = options.work
+        trio.run(work, kind, int(rank), int(size), host)
         return 0
     load = os.getloadavg()[0]
     rows = []

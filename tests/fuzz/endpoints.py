@@ -13,10 +13,10 @@ from trio.testing import MockClock
 
 from dht import DHT
 from dht.messages import Find, Found
+from peer.chain import Tip
 from peer.membership import Membership
 from peer.probe import Prober
-from peer.state import Tip
-from peer.sync import DescribeRequest, Donor, RangeRequest
+from peer.sync import DescribeRequest, Donor, HistoryRequest, RangeRequest
 from protocol import frames, wire
 from protocol.channel import SecureChannel, handshake
 from protocol.coordinator import RoundTimes
@@ -31,6 +31,7 @@ from protocol.reachability import Reachability
 from protocol.round_messages import Ready
 from protocol.rounds import Rounds
 from protocol.transport import Address
+from protocol.weights import sign_weight
 from protocol.wire import message
 from tests.fuzz.choices import Choices
 from tests.fuzz.messages import mangled
@@ -60,10 +61,14 @@ async def _echo(request: Echo, stream: Stream) -> Echo:
 # As in the examples of messages, so that they are about the victim's run.
 _RUN, _DIGEST = b"\x11" * 32, b"\x22" * 32
 _REVISION, _VALUES = 299, 8
+_FIRST_ATTACKER = Identity.from_seed((1).to_bytes(32, "big"))
+_SIGNED = sign_weight(_FIRST_ATTACKER, _RUN, "", _REVISION + 1, _DIGEST, 1.0).signature
 _EXAMPLES = (
     *MESSAGES,
     *(Echo("hello", size) for size in (0, 1, 200_000)),
-    Ready(_RUN, "", _REVISION + 1, _DIGEST, 1.0, _VALUES, NO_BALLOT, ()),
+    Ready(_RUN, "", _REVISION + 1, _DIGEST, 0.0, _VALUES, NO_BALLOT, ()),
+    Ready(_RUN, "", _REVISION + 1, _DIGEST, 1.0, _VALUES, NO_BALLOT, (), signature=_SIGNED),
+    HistoryRequest(_RUN, STATE.header.digest, ()),
     DescribeRequest(_RUN, STATE.header.digest),
     *(RangeRequest(_RUN, STATE.header.digest, leaf) for leaf in (0, 1, 2, 2**48 - 1)),
 )

@@ -1,4 +1,4 @@
-"""Fuzz target: fetching a state from donors that lie about its header, its Merkle leaves and its bytes."""
+"""Fuzz targets: a state and its history from donors that lie about links, sizes, Merkle leaves and bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import trio
 from trio.testing import MockClock
 
 from optim import OuterState
+from peer.chain import Header, Link
+from peer.history import History, Rules, verified
 from peer.state import CommittedState, read_range
 from peer.sync import DescribeRequest, Description, RangeReply, RangeRequest, SyncFailed, fetch_state
 from protocol import merkle, wire
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, RequestRefused, StreamEnded
-from protocol.identity import PeerId
+from protocol.identity import Identity, PeerId
+from protocol.weights import sign_weight
 from tests.fuzz.choices import Choices
 
 RUN = b"r" * 32
@@ -38,7 +41,7 @@ async def _run(choices: Choices) -> None:
         state = await fetch_state(
             cast(Endpoint, donors),
             RUN,
-            STATE.tip,
+            STATE.history,
             _DONORS[: 1 + choices.number(2)],
             elements=_ELEMENTS,
             buffers=(),
@@ -51,6 +54,46 @@ async def _run(choices: Choices) -> None:
     assert state.leaves == STATE.leaves
     assert torch.equal(state.outer.parameters, STATE.outer.parameters)
     assert sum(received) == 4 * _ELEMENTS
+
+
+def history(data: bytes) -> None:
+    """What is believed of a history is what happened: nobody can leave something out, or add to it without a key."""
+    choices = Choices(data)
+    place = choices.number(len(_HISTORY.links))
+    start = truth = _HISTORY.headers[place]
+    links = whole = b"".join(_HISTORY.links[place:])
+    if choices.one_in(3):
+        wrong: dict[str, Any] = choices.of(
+            ({"revision": 0}, {"weight": 1e9}, {"previous": RUN}, {"plan": bytes(32)}, {"root": b"1" * 32})
+        )
+        start = attrs.evolve(start, **wrong)
+    while choices.one_in(2):
+        links = choices.damaged(links)
+    ours = choices.of((None, _HISTORY.until(0), _HISTORY.until(1), _HISTORY))
+    known = place == 0 or (ours is not None and ours.find((start.digest,)) is not None)
+    try:
+        found = verified(ours, start, links, _HISTORY.tip, _RULES)
+    except ProtocolError:
+        assert (start, links) != (truth, whole) or not known
+        return
+    assert start == truth
+    assert known
+    assert found.tip == _HISTORY.tip
+    assert b"".join(_HISTORY.links).endswith(b"".join(found.links))
+
+
+def _make_history() -> History:
+    made = History((Header.genesis(RUN, bytes(32)),))
+    for number in range(3):
+        tip = made.tip
+        signed = (sign_weight(signer, RUN, "", tip.revision + 1, tip.digest, 1.0 + number) for signer in _SIGNERS)
+        made = made.extended([Link(bytes([number]) * 32, bytes(32), tuple(signed))])
+    return made
+
+
+_SIGNERS = tuple(Identity.from_seed(bytes([number]) * 32) for number in range(1, 4))
+_HISTORY = _make_history()
+_RULES = Rules(max_weight=5.0, max_members=4, admits=lambda peer: True)
 
 
 class _Donors:
@@ -68,21 +111,9 @@ class _Donors:
         yield self._describe() if isinstance(request, DescribeRequest) else self._range(cast(RangeRequest, request))
 
     def _describe(self) -> _Answer:
-        header, leaves = STATE.header, b"".join(STATE.leaves)
-        said = Description(header.revision, header.previous, header.plan, header.weight, header.root, (), _ELEMENTS)
+        leaves, said = b"".join(STATE.leaves), Description((), _ELEMENTS)
         if self._lies():
-            wrong: dict[str, Any] = self._choices.of(
-                (
-                    {"revision": 2**48 - 1},
-                    {"previous": b"1" * 32},
-                    {"plan": b"1" * 32},
-                    {"weight": 1e300},
-                    {"root": b"1" * 32},
-                    {"buffers": ("x",)},
-                    {"elements": 2**48 - 1},
-                    {"elements": 0},
-                )
-            )
+            wrong: dict[str, Any] = self._choices.of(({"buffers": ("x",)}, {"elements": 2**48 - 1}, {"elements": 0}))
             said = wire.decode(wire.encode(attrs.evolve(said, **wrong)), [Description])
         return _Answer(self._choices, said, self._changed(leaves))
 

@@ -44,10 +44,13 @@ class Side:
 
     def receive(self, record: bytes) -> None:
         """Takes a record in, as a channel hands it over. Raises `ProtocolError`."""
-        place = self.mux.place(len(record))
-        if place is not None:
-            place[:] = record
-        for event in self.mux.receive(record if place is None else place):
+        room = self.mux.room()
+        if room is None or not 0 < len(record) <= len(room):
+            events = self.mux.receive(record)
+        else:
+            room[: len(record)] = record
+            events = self.mux.placed(room[: len(record)])
+        for event in events:
             assert isinstance(event, Event)
             match event:
                 case Opened(stream):

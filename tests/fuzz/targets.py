@@ -25,5 +25,6 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "coordinator": swarm.coordinator,
     "acceptor": swarm.acceptor,
     "state": states.run,
+    "history": states.history,
     "endpoint": endpoints.run,
 }

@@ -174,8 +174,9 @@ def main() -> None:
         )
         for source, destination, way in ((near, far, 0), (far, near, -1))  # the last value is the way back's
     ]
+    # A wire does not wait for the machines that it connects. Niceness would count within our session only.
     with contextlib.suppress(PermissionError):
-        os.nice(-20)  # a wire does not wait for the machines that it connects
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     gc.disable()  # nothing here is cyclic
     print("ready", flush=True)
     carry(directions)

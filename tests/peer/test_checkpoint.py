@@ -13,7 +13,9 @@ from peer.settings import ModelSettings, Settings
 from peer.state import CommittedState
 from peer.trainer import Trainer
 from protocol.identity import Identity
+from protocol.weights import SIZE, SignedWeight
 
+SIGNED = [SignedWeight(1.0, bytes(SIZE))]
 SETTINGS = Settings(model=ModelSettings(layers=1, width=16, heads=2, context=8))
 
 
@@ -25,7 +27,7 @@ def layout():
 @pytest.fixture
 def state(layout):
     outer = OuterState(layout.read(), {"momentum": torch.arange(layout.length, dtype=torch.float32)})
-    return CommittedState.genesis(bytes(32), outer).commit(outer, plan=b"p" * 32, weight=12.0)
+    return CommittedState.genesis(bytes(32), outer).commit(outer, plan=b"p" * 32, contributions=SIGNED)
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path, layout, state):
@@ -36,6 +38,8 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, layout, state):
     assert loaded.settings == SETTINGS
     assert loaded.state.header == state.header
     assert loaded.state.header.digest == state.header.digest
+    assert loaded.state.history.headers == state.history.headers
+    assert loaded.state.history.links == state.history.links
     assert torch.equal(loaded.state.outer.parameters, state.outer.parameters)
     assert torch.equal(loaded.state.outer.buffers["momentum"], state.outer.buffers["momentum"])
     assert loaded.inner.keys() == inner.keys()
@@ -53,7 +57,7 @@ def test_it_holds_one_tensor_per_parameter(tmp_path, layout, state):
 def test_only_the_newest_are_kept(tmp_path, layout, state):
     for _ in range(checkpoint.KEPT + 2):
         checkpoint.save(tmp_path, Checkpoint(SETTINGS, state, {}), layout)
-        state = state.commit(state.outer, plan=bytes(32), weight=1.0)
+        state = state.commit(state.outer, plan=bytes(32), contributions=SIGNED)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert len(kept) == checkpoint.KEPT
     assert kept[-1] == "round-00000005.safetensors"
@@ -62,7 +66,7 @@ def test_only_the_newest_are_kept(tmp_path, layout, state):
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text"])
 def test_a_damaged_one_is_passed_over(tmp_path, layout, state, damage):
     checkpoint.save(tmp_path, Checkpoint(SETTINGS, state, {}), layout)
-    newer = state.commit(state.outer, plan=bytes(32), weight=1.0)
+    newer = state.commit(state.outer, plan=bytes(32), contributions=SIGNED)
     path = checkpoint.save(tmp_path, Checkpoint(SETTINGS, newer, {}), layout)
     data = bytearray(path.read_bytes())
     if damage == "truncated":
@@ -96,7 +100,7 @@ def test_no_directory_is_no_checkpoint(tmp_path):
 
 def test_a_full_disk_is_reported_and_keeps_the_old_one(layout, state, tmp_path):
     checkpoint.save(tmp_path, Checkpoint(SETTINGS, state, {}), layout)
-    newer = state.commit(state.outer, plan=bytes(32), weight=1.0)
+    newer = state.commit(state.outer, plan=bytes(32), contributions=SIGNED)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no file may grow beyond: as if the disk were full
     try:
@@ -137,9 +141,9 @@ def test_a_branch_that_was_given_up_does_not_come_back(tmp_path, layout, state):
     """A heavier branch may have fewer revisions than the one that was left for it."""
     branch = state
     for _ in range(5):
-        branch = branch.commit(branch.outer, plan=bytes(32), weight=1.0)
+        branch = branch.commit(branch.outer, plan=bytes(32), contributions=SIGNED)
         checkpoint.save(tmp_path, Checkpoint(SETTINGS, branch, {}), layout)
-    heavier = state.commit(state.outer, plan=b"q" * 32, weight=99.0)
+    heavier = state.commit(state.outer, plan=b"q" * 32, contributions=[SignedWeight(99.0, bytes(SIZE))])
     checkpoint.save(tmp_path, Checkpoint(SETTINGS, heavier, {}), layout)
     assert checkpoint.load_latest(tmp_path).state.header == heavier.header
 
@@ -153,7 +157,7 @@ def test_what_crashes_left_half_written_goes(tmp_path, layout, state):
 def test_a_header_that_was_changed_is_noticed(tmp_path, layout, state):
     path = checkpoint.save(tmp_path, Checkpoint(SETTINGS, state, {}), layout)
     data = path.read_bytes()
-    assert data.count(b'\\"weight\\": 12.0') == 1
-    path.write_bytes(data.replace(b'\\"weight\\": 12.0', b'\\"weight\\": 92.0'))
+    assert data.count(b'\\"weight\\": 0.0') == 1
+    path.write_bytes(data.replace(b'\\"weight\\": 0.0', b'\\"weight\\": 9.0'))
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load(path)

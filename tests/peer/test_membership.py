@@ -5,8 +5,8 @@ import pytest
 import trio
 
 from dht import DHT, members_key
+from peer.chain import Tip
 from peer.membership import SETTLE, Membership
-from peer.state import Tip
 from protocol.identity import Identity
 from protocol.transport import Address
 

@@ -4,8 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optim import OuterState
-from peer.state import CommittedState, Tip, byte_length, read_range, tensors
+from peer.chain import Tip
+from peer.history import History
+from peer.state import CommittedState, byte_length, read_range, tensors
 from protocol import merkle
+from protocol.weights import SIZE, SignedWeight
+
+
+def signed(weight, key=b"\0"):
+    return [SignedWeight(weight, key * SIZE)]
 
 
 def outer(*lengths, seed=0):
@@ -33,35 +40,42 @@ def test_leaves_cover_the_state_across_tensors():
 
 def test_the_digest_vouches_for_every_bit_and_for_history():
     first = CommittedState.genesis(bytes(32), outer(10, 10))
-    step = first.commit(outer(10, 10, seed=1), plan=b"p" * 32, weight=5.0)
+    other_run = CommittedState.genesis(b"r" * 32, outer(10, 10))
+
+    def step(before, *, seed=1, plan=b"p" * 32, contributions=signed(5.0)):  # noqa: B008 - never changed
+        return before.commit(outer(10, 10, seed=seed), plan=plan, contributions=contributions)
+
+    second = step(first)
     others = [
-        first.commit(outer(10, 10, seed=2), plan=b"p" * 32, weight=5.0),
-        first.commit(outer(10, 10, seed=1), plan=b"q" * 32, weight=5.0),
-        first.commit(outer(10, 10, seed=1), plan=b"p" * 32, weight=6.0),
-        step.commit(outer(10, 10, seed=1), plan=b"p" * 32, weight=5.0),
-        CommittedState.genesis(b"r" * 32, outer(10, 10)).commit(outer(10, 10, seed=1), plan=b"p" * 32, weight=5.0),
+        step(first, seed=2),
+        step(first, plan=b"q" * 32),
+        step(first, contributions=signed(6.0)),
+        step(first, contributions=signed(5.0, b"k")),
+        step(first, contributions=signed(2.0) + signed(3.0, b"k")),
+        step(second),
+        step(other_run),
     ]
-    assert len({state.header.digest for state in [first, step, *others]}) == 7
-    again = first.commit(outer(10, 10, seed=1), plan=b"p" * 32, weight=5.0)
-    assert again.header.digest == step.header.digest
+    assert len({state.header.digest for state in [first, second, *others]}) == 9
+    assert step(first).header.digest == second.header.digest
     flipped = outer(10, 10, seed=1)
     flipped.buffers["b0"][3] = torch.nextafter(flipped.buffers["b0"][3], torch.tensor(9.0))
-    assert first.commit(flipped, plan=b"p" * 32, weight=5.0).header.digest != step.header.digest
+    changed = first.commit(flipped, plan=b"p" * 32, contributions=signed(5.0))
+    assert changed.header.digest != second.header.digest
 
 
 def test_seal_takes_only_what_the_header_vouches_for():
     state = CommittedState.genesis(bytes(32), outer(10))
-    sealed = CommittedState.seal(state.header, outer(10))
+    sealed = CommittedState.seal(state.history, outer(10))
     assert sealed is not None
     assert sealed.tip == state.tip
-    assert CommittedState.seal(state.header, outer(10, seed=1)) is None
-    assert CommittedState.seal(attrs.evolve(state.header, root=bytes(32)), outer(10)) is None
+    assert CommittedState.seal(state.history, outer(10, seed=1)) is None
+    assert CommittedState.seal(History((attrs.evolve(state.header, root=bytes(32)),)), outer(10)) is None
 
 
 def test_weight_accumulates():
     state = CommittedState.genesis(bytes(32), outer(1))
     for _ in range(3):
-        state = state.commit(state.outer, plan=bytes(32), weight=2.5)
+        state = state.commit(state.outer, plan=bytes(32), contributions=signed(2.5))
     assert state.tip.weight == 7.5
     assert state.tip.revision == 3
 

@@ -211,3 +211,13 @@ def test_a_round_that_was_only_fetched_is_said_to_be(log):
     log.subscribe(lambda event: said.append(describe(event)))
     log.emit("round_committed", round=3, contributors=["a" * 52, "b" * 52], seconds=0.0, fetched=True)
     assert said == ["round 3: fetched the work of 2 peers"]
+
+
+@pytest.mark.parametrize(
+    ("common", "text"), [(4, "what was made from round 5 to round 9 is"), (None, "what was made to round 9 is")]
+)
+def test_a_branch_that_was_given_up_is_told(log, common, text):
+    said = []
+    log.subscribe(lambda event: said.append(describe(event)))
+    log.emit("branch_left", round=9, digest="d" * 64, weight=100.0, common=common)
+    assert said == [f"{text} given up: the others had done more meanwhile"]

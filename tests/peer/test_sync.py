@@ -5,12 +5,26 @@ import trio
 
 from optim import OuterState
 from peer.finding import fetch_manifest
-from peer.state import CommittedState, Tip
-from peer.sync import Donor, RangeReply, RangeRequest, SyncFailed, fetch_state
+from peer.history import KEPT_BYTES, Rules
+from peer.state import CommittedState
+from peer.sync import (
+    Donor,
+    HeaderClaim,
+    HistoryReply,
+    HistoryRequest,
+    RangeReply,
+    RangeRequest,
+    SyncFailed,
+    fetch_history,
+    fetch_state,
+)
 from protocol import merkle
-from protocol.errors import RequestRefused
+from protocol.errors import ProtocolError, RequestRefused, ShoalError
+from protocol.identity import Identity
+from protocol.weights import SIZE, SignedWeight, sign_weight
 
 RUN = b"r" * 32
+SIGNED = [SignedWeight(3.0, bytes(SIZE))]
 ELEMENTS = 700_000  # with momentum 5.6 MB: six ranges, some of them across tensors
 SHAPE = {"elements": ELEMENTS, "buffers": ["momentum"]}
 
@@ -21,7 +35,7 @@ def state():
     outer = OuterState(
         torch.randn(ELEMENTS, generator=generator), {"momentum": torch.randn(ELEMENTS, generator=generator)}
     )
-    return CommittedState.genesis(RUN, outer).commit(outer, plan=b"p" * 32, weight=3.0)
+    return CommittedState.genesis(RUN, outer).commit(outer, plan=b"p" * 32, contributions=SIGNED)
 
 
 def same(one, two):
@@ -49,7 +63,7 @@ async def test_a_state_comes_from_several_donors_at_once(autojump_clock, mesh, s
     found = await fetch_state(
         newcomer,
         RUN,
-        state.tip,
+        state.history,
         [d.peer_id for d in donors],
         elements=ELEMENTS,
         buffers=["momentum"],
@@ -75,7 +89,7 @@ async def test_a_donor_that_dies_is_replaced_by_the_others(autojump_clock, mesh,
     found = await fetch_state(
         newcomer,
         RUN,
-        state.tip,
+        state.history,
         [d.peer_id for d in donors],
         elements=ELEMENTS,
         buffers=["momentum"],
@@ -89,33 +103,27 @@ async def test_forged_ranges_are_not_taken(autojump_clock, mesh, state):
     newcomer, honest, liar = swarm.endpoints
     donate(honest, state)
     forged = attrs.evolve(state.outer, parameters=state.outer.parameters + 1)
-    donate(liar, CommittedState(state.header, forged, state.leaves))
-    found = await fetch_state(newcomer, RUN, state.tip, [liar.peer_id, honest.peer_id], **SHAPE)
+    donate(liar, CommittedState(state.history, forged, state.leaves))
+    found = await fetch_state(newcomer, RUN, state.history, [liar.peer_id, honest.peer_id], **SHAPE)
     assert same(found, state)
     with pytest.raises(SyncFailed, match="do not have its hash"):
-        await fetch_state(newcomer, RUN, state.tip, [liar.peer_id], **SHAPE)
+        await fetch_state(newcomer, RUN, state.history, [liar.peer_id], **SHAPE)
 
 
-@pytest.mark.parametrize("lie", ["header", "leaves", "size", "weight", "buffers"])
+@pytest.mark.parametrize("lie", ["leaves", "size", "buffers"])
 async def test_forged_descriptions_are_not_taken(autojump_clock, mesh, state, lie):
     swarm = await mesh(2)
     newcomer, liar = swarm.endpoints
     claimed = state
-    if lie == "header":
-        claimed = attrs.evolve(state, header=attrs.evolve(state.header, weight=4.0))
-    elif lie == "leaves":
+    if lie == "leaves":
         claimed = attrs.evolve(state, leaves=(bytes(32), *state.leaves[1:]))
     elif lie == "buffers":  # the same bytes under another name
         outer = OuterState(state.outer.parameters, {"velocity": state.outer.buffers["momentum"]})
         claimed = attrs.evolve(state, outer=outer)
-    tip = claimed.tip if lie == "header" else state.tip
     donate(liar, claimed)
-    asked = Tip(tip.revision, tip.weight, state.header.digest if lie == "header" else tip.digest)
-    if lie == "weight":  # a heavier tip with the digest of this state
-        asked = attrs.evolve(asked, weight=asked.weight + 1)
     elements = 5 if lie == "size" else ELEMENTS
     with pytest.raises(SyncFailed):
-        await fetch_state(newcomer, RUN, asked, [liar.peer_id], **{**SHAPE, "elements": elements})
+        await fetch_state(newcomer, RUN, state.history, [liar.peer_id], **{**SHAPE, "elements": elements})
 
 
 async def test_nobody_has_it(autojump_clock, mesh, state):
@@ -124,9 +132,9 @@ async def test_nobody_has_it(autojump_clock, mesh, state):
     donate(donors[0], None)
     donate(donors[1], state, run=b"x" * 32)
     with pytest.raises(SyncFailed, match=r"not kept here.*another run"):
-        await fetch_state(newcomer, RUN, state.tip, [d.peer_id for d in donors], **SHAPE)
+        await fetch_state(newcomer, RUN, state.history, [d.peer_id for d in donors], **SHAPE)
     with pytest.raises(SyncFailed, match="nobody is known"):
-        await fetch_state(newcomer, RUN, state.tip, [], **SHAPE)
+        await fetch_state(newcomer, RUN, state.history, [], **SHAPE)
 
 
 async def test_a_fetch_survives_the_donors_next_commit(autojump_clock, mesh, state):
@@ -136,11 +144,11 @@ async def test_a_fetch_survives_the_donors_next_commit(autojump_clock, mesh, sta
 
     def commit(received):
         if not committed:
-            committed.append(state.commit(state.outer, plan=bytes(32), weight=1.0))
+            committed.append(state.commit(state.outer, plan=bytes(32), contributions=SIGNED))
             donor.offer(committed[0])
 
     committed = []
-    found = await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE, progress=commit)
+    found = await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE, progress=commit)
     assert same(found, state)
     assert committed
 
@@ -168,8 +176,8 @@ async def test_a_donor_keeps_the_state_before_however_often_it_offers_the_last(a
     newcomer, endpoint = swarm.endpoints
     donor = donate(endpoint, state)
     for _ in range(3):
-        donor.offer(state.commit(state.outer, plan=bytes(32), weight=1.0))
-    assert same(await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE), state)
+        donor.offer(state.commit(state.outer, plan=bytes(32), contributions=SIGNED))
+    assert same(await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE), state)
 
 
 async def test_a_donor_that_is_slow_does_not_hold_up_the_others(autojump_clock, mesh, state):
@@ -180,7 +188,7 @@ async def test_a_donor_that_is_slow_does_not_hold_up_the_others(autojump_clock, 
     swarm.network.set_link("h0", "h2", bandwidth=30_000)  # half a minute for a range
     begun = trio.current_time()
     donors = [quick.peer_id, slow.peer_id]
-    assert same(await fetch_state(newcomer, RUN, state.tip, donors, **SHAPE), state)
+    assert same(await fetch_state(newcomer, RUN, state.history, donors, **SHAPE), state)
     assert trio.current_time() - begun < 10
 
 
@@ -189,7 +197,7 @@ async def test_the_only_donor_may_be_slow(autojump_clock, mesh, state):
     newcomer, slow = swarm.endpoints
     donate(slow, state)
     swarm.network.set_link("h0", "h1", bandwidth=5000)  # minutes for a range
-    assert same(await fetch_state(newcomer, RUN, state.tip, [slow.peer_id], **SHAPE), state)
+    assert same(await fetch_state(newcomer, RUN, state.history, [slow.peer_id], **SHAPE), state)
     assert trio.current_time() > 8 * ELEMENTS / 5000
 
 
@@ -207,7 +215,7 @@ async def test_a_donor_whose_bytes_do_not_come_is_given_up(autojump_clock, mesh,
     Stuck(endpoint, RUN, "the manifest").offer(state)
     begun = trio.current_time()
     with pytest.raises(SyncFailed, match=f"{endpoint.peer_id.short} sent hardly anything for 60 s"):
-        await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE)
+        await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE)
     assert trio.current_time() - begun < 70
     assert newcomer.is_connected(endpoint.peer_id)
 
@@ -217,15 +225,107 @@ async def test_states_are_for_those_who_are_admitted(autojump_clock, mesh, state
     newcomer, endpoint = swarm.endpoints
     Donor(endpoint, RUN, "the manifest", admits=lambda peer: False).offer(state)
     with pytest.raises(SyncFailed, match="say hello first"):
-        await fetch_state(newcomer, RUN, state.tip, [endpoint.peer_id], **SHAPE)
+        await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE)
 
 
 async def test_a_state_that_is_not_finite_is_of_no_use(autojump_clock, mesh, state):
     swarm = await mesh(2)
     newcomer, endpoint = swarm.endpoints
     sick = state.commit(
-        attrs.evolve(state.outer, parameters=state.outer.parameters * float("nan")), plan=bytes(32), weight=1.0
+        attrs.evolve(state.outer, parameters=state.outer.parameters * float("nan")),
+        plan=bytes(32),
+        contributions=SIGNED,
     )
     donate(endpoint, sick)
     with pytest.raises(SyncFailed, match="not finite"):
-        await fetch_state(newcomer, RUN, sick.tip, [endpoint.peer_id], **SHAPE)
+        await fetch_state(newcomer, RUN, sick.history, [endpoint.peer_id], **SHAPE)
+
+
+# Histories.
+
+RULES = Rules(max_weight=10.0, max_members=4, admits=lambda peer: True)
+SIGNERS = [Identity.from_seed(bytes([number]) * 32) for number in range(7, 9)]
+
+
+def work_on(state, *weights, plan=b"w"):
+    """The next state, to which some have contributed with these weights."""
+    number, base = state.tip.revision + 1, state.tip.digest
+    signed = [
+        sign_weight(signer, RUN, "", number, base, weight) for signer, weight in zip(SIGNERS, weights, strict=True)
+    ]
+    return state.commit(state.outer, plan=plan * 32, contributions=signed)
+
+
+async def compute(function):
+    await trio.lowlevel.checkpoint()
+    return function()
+
+
+async def ask(swarm, state, ours, *, tip=None):
+    """The first endpoint asks the second one for the history of a state."""
+    newcomer, endpoint = swarm.endpoints
+    history = None if ours is None else ours.history
+    tip = tip or state.tip
+    return await fetch_history(newcomer, RUN, tip, endpoint.peer_id, ours=history, rules=RULES, compute=compute)
+
+
+@pytest.fixture
+def founded():
+    return CommittedState.genesis(RUN, OuterState(torch.ones(5), {}))
+
+
+async def test_a_history_is_told_from_where_it_is_of_interest(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    common = founded
+    for _ in range(40):
+        common = work_on(common, 1.0, 1.0)
+    ours, theirs = work_on(common, 2.0, 1.0, plan=b"o"), work_on(common, 3.0, 1.0, plan=b"t")
+    donate(swarm.endpoints[1], theirs)
+    everything = await ask(swarm, theirs, None)
+    assert everything.headers == theirs.history.headers
+    before = swarm.endpoints[1].bytes_sent
+    found = await ask(swarm, theirs, ours)
+    assert found.headers == theirs.history.headers
+    assert found.links == theirs.history.links
+    assert found.common(ours.history) == common.header
+    assert swarm.endpoints[1].bytes_sent - before < 2000  # and not 40 links again
+
+
+async def test_a_donor_knows_how_its_last_states_came_about_and_no_others(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    state = work_on(founded, 1.0, 1.0)
+    donor = donate(swarm.endpoints[1], state)
+    donor.offer(work_on(state, 1.0, 1.0))
+    assert (await ask(swarm, state, None)).tip == state.tip
+    other = work_on(founded, 2.0, 1.0)
+    with pytest.raises(RequestRefused, match="not kept here"):
+        await ask(swarm, other, None)
+
+
+async def test_a_tip_that_weighs_more_than_its_history(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    state = work_on(founded, 1.0, 1.0)
+    donate(swarm.endpoints[1], state)
+    with pytest.raises(ProtocolError, match="does not lead"):
+        await ask(swarm, state, founded, tip=attrs.evolve(state.tip, weight=1e9))
+
+
+async def test_histories_are_for_those_who_are_admitted(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    Donor(swarm.endpoints[1], RUN, "the manifest", admits=lambda peer: False).offer(founded)
+    with pytest.raises(RequestRefused, match="say hello first"):
+        await ask(swarm, founded, None)
+
+
+@pytest.mark.parametrize("length", [3, KEPT_BYTES])
+async def test_a_history_that_does_not_come_or_is_nonsense(autojump_clock, mesh, founded, length):
+    swarm = await mesh(2)
+
+    async def lie(request, stream):
+        await stream.send(HistoryReply(HeaderClaim.of(founded.header), length))
+        await stream.send_bytes(bytes(3))
+        await stream.finish()
+
+    swarm.endpoints[1].handle(HistoryRequest, lie)
+    with pytest.raises(ShoalError):
+        await ask(swarm, founded, None)

@@ -118,6 +118,45 @@ def test_a_round_begins_at_the_outer_parameters(make):
     assert torch.equal(trainer.flat.read(), state.parameters)
 
 
+def test_what_was_trained_on_a_branch_that_is_given_up_comes_along(make):
+    """As the same change, from the other branch's parameters, and with its weight. More steps are not needed."""
+    trainer = make()
+    state = trainer.initial_state()
+    train_round(trainer, state, 1)
+    before = trainer.contribution()
+    other = attrs.evolve(state, parameters=state.parameters + 1)
+    trainer.carry_over()
+    assert train_round(trainer, other, 7) == []
+    after = trainer.contribution()
+    assert torch.allclose(after.values, before.values, atol=1e-6)
+    assert (after.weight, after.steps, after.finite) == (before.weight, before.steps, True)
+    assert len(train_round(trainer, other, 8)) == 5  # once only
+    assert not torch.equal(trainer.contribution().values, after.values)
+
+
+def test_half_a_round_comes_along_and_is_finished(make):
+    trainer = make()
+    state = trainer.initial_state()
+    trainer.start_round(state, 1, [])
+    trainer.run(2, should_stop=never, on_step=ignore)
+    trainer.carry_over()
+    assert len(train_round(trainer, attrs.evolve(state, parameters=state.parameters * 2), 1)) == 3
+    assert trainer.contribution().steps == 5
+
+
+def test_nothing_comes_along_of_what_is_not_finite_or_not_there(make):
+    trainer = make()
+    state = trainer.initial_state()
+    trainer.carry_over()
+    trainer.start_round(state, 1, [])
+    assert torch.equal(trainer.flat.read(), state.parameters)
+    train_round(trainer, attrs.evolve(state, parameters=state.parameters * float("nan")), 1)
+    trainer.carry_over()
+    trainer.start_round(state, 2, [])
+    assert torch.equal(trainer.flat.read(), state.parameters)
+    assert trainer.contribution().finite
+
+
 def test_a_contribution_is_old_minus_new_with_its_tokens_as_weight(make):
     trainer = make()
     state = trainer.initial_state()

@@ -15,7 +15,7 @@ from dht import members_key
 from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
-from peer import membership, probe, rotation, sync
+from peer import chain, membership, probe, rotation, sync
 from protocol import frames, hello, lane, mesh, punch, reachability, relay, rivals, round_messages, wire
 from protocol.budget import Budget
 from protocol.channel import LANE_OPENING
@@ -31,10 +31,12 @@ from protocol.rates import Partner, Rates
 from protocol.records import RecordWriter
 from protocol.salvage import Holding, Span
 from protocol.transport import Address
+from protocol.weights import SIZE, SignedWeight, sign_weight
 
 ONES, TWOS = b"\x11" * 32, b"\x22" * 32
 ALICE, BOB = PeerId(b"\xaa" * 32), PeerId(b"\xbb" * 32)
 HOME, OFFICE = Address("192.0.2.7", 7070), Address("2001:db8::7", 7071)
+SIGNATURE = b"s" * SIZE
 COPY = dht.Copy(b"record", 1.5)
 BALLOT = Ballot(2, 1, ALICE)
 PLAN = Plan(
@@ -47,12 +49,13 @@ PLAN = Plan(
     weights=(1.0, 2.5),
     length=1_000_000,
     base=TWOS,
+    signatures=(SIGNATURE, SIGNATURE),
 )
 SOURCE = Source(ONES, (BOB,), (1.0,))
 SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
 UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
 RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True),))
-GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0))
+GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
 MESSAGES = {
@@ -84,13 +87,18 @@ MESSAGES = {
     dht.Stored("stale", COPY): "93 aa6468742e73746f726564 a57374616c65 92 c406 7265636f7264 cb3ff8000000000000",
     dht.Fetch(ONES, b""): "93 a96468742e6665746368 c420 11*32 c400",
     dht.Fetched((COPY,), True): "93 ab6468742e66657463686564 91 92 c406 7265636f7264 cb3ff8000000000000 c3",
-    round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,)): (
-        "9c ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 93 00 00 90"
+    round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (BOB,)): (
+        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c0 93 00 00 90"
     ),
-    round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (), rates=RATES): (
-        "9c ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 90 90 a6726564756365 93 ce000f4240 00 91 95 c420 bb*32 00 cd012c cdc350 c3"
+    round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,), signature=SIGNATURE): (
+        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c460 73*96 "
+        "93 00 00 90"
+    ),
+    round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (), rates=RATES): (
+        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 95 c420 bb*32 00 cd012c cdc350 c3"
     ),
     round_messages.Queued(): "91 ac726f756e642e717565756564",
     round_messages.Redirect(BOB, (HOME,)): (
@@ -99,25 +107,25 @@ MESSAGES = {
     round_messages.Ahead(300, BOB): "93 ab726f756e642e6168656164 cd012c c420 bb*32",
     round_messages.Forked(TWOS): "92 ac726f756e642e666f726b6564 c420 22*32",
     round_messages.Propose(PLAN): (
-        "92 ad726f756e642e70726f706f7365 dc0011 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
-        "a472696e67 90"
+        "92 c460 73*96 c460 73*96 a472696e67 90"
     ),
     round_messages.Propose(SALVAGING): (
-        "92 ad726f756e642e70726f706f7365 dc0011 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 "
         "91 93 c420 11*32 91 c420 bb*32 91 cb3ff0000000000000 91 94 05 cd012c 00 92 00 01 a6726564756365 90 "
-        "a472696e67 90"
+        "92 c460 73*96 c460 73*96 a472696e67 90"
     ),
     round_messages.Propose(GATHERING): (
-        "92 ad726f756e642e70726f706f7365 dc0011 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb0000000000000000 05 c420 22*32 a0 a466703332 90 90 a6676174686572 92 05 00 "
-        "a472696e67 90"
+        "91 c460 73*96 a472696e67 90"
     ),
     round_messages.Propose(UNEQUAL): (
-        "92 ad726f756e642e70726f706f7365 dc0011 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
-        "a6646972656374 92 00 ce000f4240"
+        "92 c460 73*96 c460 73*96 a6646972656374 92 00 ce000f4240"
     ),
     round_messages.Halt(BALLOT): "92 aa726f756e642e68616c74 93 02 01 c420 aa*32",
     round_messages.Halted(BALLOT, (Holding(SOURCE, (Span(5, 300),)),)): (
@@ -146,9 +154,9 @@ MESSAGES = {
     round_messages.GatherBlock(1): "92 ac6761746865722e626c6f636b 01",
     round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",
     round_messages.Result(PLAN): (
-        "92 ac726f756e642e726573756c74 dc0011 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
+        "92 ac726f756e642e726573756c74 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
         "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
-        "a472696e67 90"
+        "92 c460 73*96 c460 73*96 a472696e67 90"
     ),
     membership.Hello(
         ONES, membership.StatusClaim(1, None, False)
@@ -164,9 +172,10 @@ MESSAGES = {
     sync.ManifestRequest(ONES): "92 ac72756e2e6d616e6966657374 c420 11*32",
     sync.ManifestReply("[run]"): "92 b272756e2e6d616e69666573742e7265706c79 a55b72756e5d",
     sync.DescribeRequest(ONES, TWOS): "93 ae73746174652e6465736372696265 c420 11*32 c420 22*32",
-    sync.Description(3, ONES, TWOS, 1e6, ONES, ("momentum",), 70_000): (
-        "98 ac73746174652e686561646572 03 c420 11*32 c420 22*32 cb412e848000000000 c420 11*32 91 "
-        "a86d6f6d656e74756d ce00011170"
+    sync.Description(("momentum",), 70_000): "93 ac73746174652e686561646572 91 a86d6f6d656e74756d ce00011170",
+    sync.HistoryRequest(ONES, TWOS, (ONES,)): ("94 ad73746174652e686973746f7279 c420 11*32 c420 22*32 91 c420 11*32"),
+    sync.HistoryReply(sync.HeaderClaim(300, ONES, TWOS, TWOS, 1e6, ONES), 300): (
+        "93 ab73746174652e6c696e6b73 96 cd012c c420 11*32 c420 22*32 c420 22*32 cb412e848000000000 c420 11*32 cd012c"
     ),
     sync.RangeRequest(ONES, TWOS, 17): "94 ab73746174652e72616e6765 c420 11*32 c420 22*32 11",
     probe.Probe(5, 300): "93 ab70726f62652e7374617274 05 cd012c",
@@ -213,6 +222,26 @@ def test_identities_and_signatures():
         "34bce3515682d4a1edfd0b1d8ec51ae904e3df57fb35d4099aa2d1c24e472a8d"
         "d85c7b130f59a1283fdb8afe3d4b32a2c8d456c0f4ed8864a0108b17fdf91b06"
     )
+
+
+def test_signed_weights():
+    alice = Identity.from_seed(bytes(range(32)))
+    signed = sign_weight(alice, ONES, "tag", 300, TWOS, 2.5)
+    fields = (ONES, b"tag", golden("00*6 012c"), TWOS, golden("4004000000000000"))
+    assert signed.signature == alice.public_key + alice.sign("weight-v1", *fields)
+
+
+def test_the_chain_of_headers():
+    signed = (SignedWeight(2.5, SIGNATURE), SignedWeight(1.0, bytes(SIZE)))
+    link = chain.Link(ONES, TWOS, signed)
+    assert link.pack() == golden("11*32 22*32 00000002 4004000000000000 73*96 3ff0000000000000 00*96")
+    contributions = b"shoal-contributions-v1" + golden("73*32 4004000000000000 00*32 3ff0000000000000")
+    genesis = chain.Header.genesis(ONES, TWOS)
+    first = b"shoal-state-v1" + golden("11*32 00*8 00*8 11*32 00*32 00*32 22*32")
+    assert genesis.digest == hashlib.sha256(first).digest()
+    second = b"shoal-state-v1" + golden("11*32 00*7 01 400c000000000000") + genesis.digest
+    second += ONES + hashlib.sha256(contributions).digest() + TWOS
+    assert genesis.next(link).digest == hashlib.sha256(second).digest()
 
 
 def test_records_of_the_dht():

@@ -16,11 +16,17 @@ DEEP = 0.2  # seconds that the link's queue holds
 
 
 class Line:
-    """A sender with data at all times, and a kernel that sends as fast as the pacer and a growing window let it."""
+    """A sender with data at all times, and a kernel that sends as fast as the pacer and a growing window let it.
 
-    def __init__(self, *, link=LINK, rtt=RTT, jitter=0.0, foreign=0.0, seed=1):
+    A busy one does not get its turn again and again, for 50 to 500 ms, and then the kernel has what waits unsent. Nor
+    does a receiver that is busy in the same way; then, acknowledgements are up to 40 ms late.
+    """
+
+    def __init__(self, *, link=LINK, rtt=RTT, jitter=0.0, foreign=0.0, seed=1, busy=0.0, tells=True):
         self.link = link
         self.foreign = foreign  # seconds of queue that are not ours
+        self.busy = busy  # turns that are missed, each second, by either side
+        self.turns = 0.0  # seconds in which the sender had its turn
         self.pacer = Pacer()
         self.now = 100.0
         self.arrived = 0.0
@@ -30,8 +36,15 @@ class Line:
         self._random = random.Random(seed)
         self._queue = 0.0  # bytes
         self._startup = 1e6
-        self._acks = []  # (when, bytes arrived by then, round trip)
+        self._unsent = math.inf
+        self._absent = self._deaf = 0.0  # until when the sender, and the receiver, miss their turn
+        self._acks = []  # (when, bytes arrived by then, round trip, when sent, …); see `_sample`
+        self._acked_sent = self.now  # when what was acknowledged last had been sent
         self._acked = 0.0
+        self._acked_at = self.now
+        self._dry_until = -1.0  # the bytes that had been sent when the sender last ran dry
+        self._rate, self._limited = None, False
+        self._tells = tells
         self._smoothed = rtt
 
     def run(self, seconds):
@@ -41,7 +54,18 @@ class Line:
         while self.now < end:
             self.now += STEP
             self._startup *= 2 ** (STEP / self._rtt) if self._startup < 1e10 else 1
-            offered = min(self.pacer.rate, self._startup) * STEP
+            present = self.now >= self._absent
+            if present:
+                self._unsent = self.pacer.unsent if self.busy else math.inf
+                self.turns += STEP
+                self._absent = self._missed_turn()
+            if self.now >= self._deaf:
+                self._deaf = self._missed_turn()
+            allowed = min(self.pacer.rate, self._startup) * STEP
+            offered = min(allowed, self._unsent)
+            if self._unsent < allowed:
+                self._dry_until = self.arrived + self._queue + offered
+            self._unsent -= offered
             self._queue = min(self._queue + offered, self.link * DEEP)
             leaving = min(self._queue, self.link * STEP)
             self._queue -= leaving
@@ -49,13 +73,37 @@ class Line:
             waiting = self._queue / self.link
             self.queues.append(waiting)
             trip = self._rtt + waiting + self.foreign + abs(self._random.gauss(0, self._jitter))
-            self._acks.append((self.now + trip, self.arrived, trip))
+            if self.now < self._deaf:
+                trip += min(self._deaf - self.now, 0.04 * self._random.random())
+            dry = self._acked < self._dry_until
+            start = self.now - waiting, self._acked, self._acked_at, self._acked_sent, dry
+            self._acks.append((self.now + trip - waiting, self.arrived, trip, *start))
             while self._acks and self._acks[0][0] <= self.now:
-                _, self._acked, trip = self._acks.pop(0)
+                _, self._acked, trip, *start = self._acks.pop(0)
+                self._acked_at, self._acked_sent = self.now, start[0]
                 self._smoothed += (trip - self._smoothed) / 8
+                self._sample(*start)
+            if not present:
+                continue
             if self.pacer.due(self.now):
-                self.pacer.update(self.now, LineState(self._smoothed, int(self._acked)))
+                rate = self._rate if self._tells else None
+                state = LineState(self._smoothed, int(self._acked), rate=rate, limited=self._limited and self._tells)
+                self.pacer.update(self.now, state)
         return (self.arrived - begin) / seconds / self.link
+
+    def _missed_turn(self):
+        if self._random.random() >= self.busy * STEP:
+            return 0.0
+        return self.now + self._random.uniform(0.05, 0.5)
+
+    def _sample(self, sent, acked, acked_at, acked_sent, dry):
+        """As Linux does: a round trip that was not dry counts, and another one if more arrived than in that."""
+        seconds = max(self.now - acked_at, sent - acked_sent)
+        if seconds < self._rtt / 2:
+            return
+        rate = (self._acked - acked) / seconds
+        if not dry or self._rate is None or rate > self._rate:
+            self._rate, self._limited = rate, dry
 
 
 def test_without_a_queue_there_is_no_limit():
@@ -80,6 +128,41 @@ def test_what_waits_unsent_lasts_milliseconds():
     line.run(5.0)
     assert line.pacer.burst < 0.006 * LINK
     assert line.pacer.unsent < 0.012 * LINK
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rtt", [0.01, 0.05, 0.2])
+def test_a_busy_machine_is_not_mistaken_for_a_slow_line(rtt, seed):
+    line = Line(rtt=rtt, seed=seed, busy=1.0)
+    line.run(5.0)
+    line.turns = 0.0
+    used = line.run(40.0)
+    assert used > 0.7 * line.turns / 40.0
+    line.busy = 0.0
+    line.run(2.0 + 20 * rtt)
+    assert line.run(5.0) > 0.85
+    assert statistics.median(line.queues) < 0.01
+
+
+def test_on_a_busy_machine_more_waits_unsent_until_it_is_idle_again():
+    line = Line(busy=2.0)
+    line.run(10.0)
+    assert line.pacer.unsent > 0.012 * LINK
+    line.busy = 1e-9
+    line.run(10.0)
+    assert line.pacer.unsent < 0.012 * LINK
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_after_a_collapse_the_rate_is_back_within_seconds(tells):
+    line = Line(tells=tells)
+    line.run(5.0)
+    line.link = LINK / 20
+    line.run(5.0)
+    assert line.pacer.rate < LINK / 15
+    line.link = LINK
+    line.run(2.5)
+    assert line.run(2.0) > 0.85
 
 
 @pytest.mark.parametrize("jitter", [0.005, 0.02])

@@ -90,16 +90,27 @@ def test_the_next_bytes_go_where_the_reader_wants_them():
     intake = Intake()
     announcement, body = piece(5000, 5000)
     arrive(mux, [announcement], intake)
-    assert mux.place(5000, intake) is None  # others come before
+    assert not mux.room(intake)  # others come before
     arrive(mux, [body], intake)
     announcement, body = piece(0, 5000)
     arrive(mux, [announcement], intake)
-    place = mux.place(5000, intake)
-    place[:] = body
-    mux.receive_on(intake, place)
+    room = mux.room(intake)
+    room[:] = body
+    mux.placed(room, intake)
     assert buffer[:5000] == CONTENT[:5000]
     assert len(stream.wanted) == 5000
     assert read(mux, stream) == CONTENT[5000:10_000]  # what had arrived before
+
+
+def test_there_is_no_room_for_what_has_arrived_before():
+    _, _, mux, stream = pair()
+    stream.wanted = memoryview(bytearray(10_000))
+    intake = Intake()
+    arrive(mux, piece(5000, 5000), intake)
+    arrive(mux, [piece(0, 6000)[0]], intake)
+    assert len(mux.room(intake)) == 5000
+    with pytest.raises(ProtocolError, match="overlap"):
+        mux.receive_on(intake, CONTENT[:6000])
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_id_depends_on_every_field(field):
 
 
 def test_every_field_is_covered_by_the_test_above():
-    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec", "salvaged", "sizes"}
+    assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec", "salvaged", "sizes", "signatures"}
 
 
 @pytest.mark.parametrize(

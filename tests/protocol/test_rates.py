@@ -76,6 +76,14 @@ def test_pauses_do_not_count_and_neither_does_a_full_buffer(wire):
     assert wire.rates().up == pytest.approx(1e6)
 
 
+def test_a_slow_line_is_not_as_fast_as_what_is_handed_over_at_a_time(wire):
+    for _ in range(40):  # 80 kB/s, in pieces of 16 kB
+        wire.carry(PERIOD, sent={A: 160e3})
+        wire.carry(PERIOD)
+    wire.meter.conclude()
+    assert wire.rates().up == pytest.approx(80e3, rel=0.15)
+
+
 def test_a_few_bytes_say_nothing(wire):
     wire.carry(1, sent={A: 1e5})
     wire.meter.conclude()

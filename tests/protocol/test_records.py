@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol import noise, records
 from protocol.errors import ProtocolError
 from protocol.noise import CipherState
-from protocol.records import MAX_PLAINTEXT, READ_SIZE, RecordReader, RecordWriter
+from protocol.records import MAX_PLAINTEXT, READ_SIZE, SHORT, RecordReader, RecordWriter
 
 KEY = bytes(range(32))
 
@@ -121,29 +121,62 @@ def test_rekeying_on_both_sides(monkeypatch, without_encrypt_into):
         put(stale, sealed)
 
 
-@pytest.mark.parametrize("into", [False, True])
-def test_a_record_is_decrypted_where_it_is_wanted(monkeypatch, into):
-    monkeypatch.setattr(noise, "_INTO", into)
+def full(*plaintexts):
+    """A reader that has received records."""
     target = reader()
-    sealed = writer().seal(b"first", b"second", b"third")
+    sealed = writer().seal(*plaintexts)
     target.space()[: len(sealed)] = sealed
     target.received(len(sealed))
-    buffer = bytearray(10)
-    assert target.next_record(lambda size: None) == b"first"
-    assert target.next_record(lambda size: memoryview(buffer)[2 : 2 + size]) == b"second"
-    assert buffer == b"\0\0second\0\0"
-    assert target.next_record() == b"third"
+    return target
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_records_are_decrypted_where_they_are_wanted(monkeypatch, into):
+    monkeypatch.setattr(noise, "_INTO", into)
+    target = full(b"first", b"2" * SHORT, b"3" * SHORT, b"fourth", b"", b"fifth")
+    buffer = bytearray(2 * SHORT + 20)
+    assert target.next_record() == b"first"
+    assert target.fill(memoryview(buffer)[2:]) == 2 * SHORT  # the next one is short
+    assert buffer == b"\0\0" + b"2" * SHORT + b"3" * SHORT + bytes(18)
+    assert target.fill(memoryview(buffer)[:5]) == 0  # and does not fit in
+    assert target.fill(memoryview(buffer)[:6]) == 6  # but fills this
+    assert buffer[:6] == b"fourth"
+    assert target.next_record() == b""  # which is not lost
+    assert target.next_record() == b"fifth"
+    assert target.fill(memoryview(buffer)) == 0
+
+
+def test_only_complete_records_are_decrypted_where_they_are_wanted():
+    target = reader()
+    sealed = writer().seal(b"1" * SHORT, b"2" * SHORT)
+    buffer = bytearray(2 * SHORT)
+    filled = []
+    for byte in bytes(sealed):
+        target.space()[0] = byte
+        target.received(1)
+        filled.append(target.fill(memoryview(buffer)[sum(filled) :]))
+    assert [count for count in filled if count] == [SHORT, SHORT]
+    assert filled[len(sealed) // 2 - 1] and filled[-1]
+    assert buffer == b"1" * SHORT + b"2" * SHORT
+
+
+def test_keys_are_replaced_while_records_are_decrypted_where_they_are_wanted(monkeypatch):
+    monkeypatch.setattr(records, "REKEY_INTERVAL", 2)
+    plaintexts = [bytes([number]) * SHORT for number in range(7)]
+    buffer = bytearray(7 * SHORT)
+    assert full(*plaintexts).fill(memoryview(buffer)) == len(buffer)
+    assert buffer == b"".join(plaintexts)
 
 
 def test_a_forged_record_is_refused_where_it_is_wanted():
     target = reader()
-    sealed = writer().seal(b"first")
-    sealed[5] ^= 1
+    sealed = writer().seal(b"1" * SHORT, b"2" * SHORT)
+    sealed[-1] ^= 1
     target.space()[: len(sealed)] = sealed
     target.received(len(sealed))
     for _ in range(2):
         with pytest.raises(ProtocolError):
-            target.next_record(lambda size: memoryview(bytearray(size)))
+            target.fill(memoryview(bytearray(2 * SHORT)))
 
 
 def test_memory_for_large_writes_is_given_back():

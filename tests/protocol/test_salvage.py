@@ -7,6 +7,7 @@ from protocol.identity import PeerId
 from protocol.plan import MAX_SALVAGED, NO_BALLOT, Plan, Salvaged, Source
 from protocol.round_messages import Halted, Propose
 from protocol.salvage import MAX_HOLDINGS, MAX_SPANS, Holding, Span, merged, salvage
+from protocol.weights import SIZE
 from protocol.wire import encode
 
 A, B, C = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
@@ -126,6 +127,7 @@ def test_a_plan_can_be_sent_whatever_members_say_they_hold():
         length=2**40,
         sources=sources,
         salvaged=salvaged,
+        signatures=(bytes(SIZE),) * len(crowd),
     )
     assert salvaged
     encode(Propose(plan))

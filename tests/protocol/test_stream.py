@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import trio
 
+from protocol import inflow
 from protocol.connection import Limits
 from protocol.errors import (
     MessageTooLong,
@@ -80,6 +81,29 @@ async def test_raw_bytes_between_messages(start, autojump_clock):
         await stream.receive_into(back)
         assert back == data[::-1]
         assert await stream.receive(Echo) == Echo("done")
+
+
+async def test_raw_bytes_are_not_kept_while_somebody_waits_for_them(start, autojump_clock, monkeypatch):
+    size, count = 300_100, 20  # the last record of each part is a short one
+    kept = 0
+
+    def store(stream, data, store=inflow._store):
+        nonlocal kept
+        kept += len(data) if stream.bulk else 0
+        store(stream, data)
+
+    async def give(request, stream):
+        for number in range(count):
+            await stream.send_bytes(bytes([number]) * size)
+
+    monkeypatch.setattr(inflow, "_store", store)
+    a, b = await start(1), await start(2, handlers=[(Blob, give)])
+    async with a.endpoint.open(b.peer, Blob(0)) as stream:
+        buffer = bytearray(size)
+        for number in range(count):
+            await stream.receive_into(buffer)
+            assert buffer == bytes([number]) * size
+    assert kept < 2 * INITIAL_WINDOW + size
 
 
 async def test_leaving_early_resets_the_other_side(start, autojump_clock):

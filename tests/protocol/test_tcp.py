@@ -7,8 +7,10 @@ import struct
 import sys
 from contextlib import aclosing
 
+import attrs
 import pytest
 import trio
+import trio.testing
 
 from protocol.errors import AddressError, PeerGone, PeerUnreachable
 from protocol.tcp import TcpListener, TcpTransport
@@ -53,7 +55,7 @@ async def test_a_connection_that_is_reset_as_soon_as_it_is_there(monkeypatch):
         await server.bind(("127.0.0.1", 0))
         server.listen()
         with pytest.raises(PeerUnreachable, match="not connected"):
-            await TcpTransport().dial(Address(*server.getsockname()))
+            await TcpTransport().dial(Address("localhost", server.getsockname()[1]))
 
 
 @needs_ipv6
@@ -173,6 +175,8 @@ async def test_running_out_of_file_descriptors_neither_ends_nor_spins_the_listen
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
 async def test_a_failed_accept_does_not_end_the_listener(autojump_clock, number):
+    ours, theirs = socket.socketpair()
+
     class Socket:
         """Fails twice, then has a connection."""
 
@@ -184,6 +188,9 @@ async def test_a_failed_accept_does_not_end_the_listener(autojump_clock, number)
         def fileno(self):
             return 7
 
+        def detach(self):
+            return ours.detach()
+
         def setsockopt(self, *_):
             raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -194,8 +201,57 @@ async def test_a_failed_accept_does_not_end_the_listener(autojump_clock, number)
                 raise OSError(number, "no")
             return self, ("192.0.2.7", 4711)
 
-    accepted = await TcpListener(Socket()).accept()
-    assert accepted.remote == Address("192.0.2.7", 4711)
+    with theirs:
+        async with aclosing(await TcpListener(Socket()).accept()) as accepted:
+            assert accepted.remote == Address("192.0.2.7", 4711)
+
+
+async def test_whoever_always_has_something_to_do_lets_others_run():
+    transport = TcpTransport()
+    turns = 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with aclosing(await transport.listen(Address("127.0.0.1", 0))) as listener:
+        dialled = await transport.dial(listener.address)
+        async with aclosing(dialled), aclosing(await listener.accept()) as accepted, trio.open_nursery() as nursery:
+            nursery.start_soon(others)
+            buffer = memoryview(bytearray(1))
+            for _ in range(1000):
+                await dialled.send(b"x")
+                assert await accepted.receive_into(buffer) == 1
+            nursery.cancel_scope.cancel()
+    assert turns > 10
+
+
+async def test_closing_wakes_whoever_waits():
+    transport = TcpTransport()
+    async with aclosing(await transport.listen(Address("127.0.0.1", 0))) as listener:
+        dialled = await transport.dial(listener.address)
+        async with aclosing(dialled), aclosing(await listener.accept()), trio.open_nursery() as nursery:
+
+            async def receive():
+                with pytest.raises(PeerGone, match="closed on our side"):
+                    await dialled.receive_into(memoryview(bytearray(1)))
+
+            nursery.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            await dialled.aclose()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no BBR")
+@pytest.mark.parametrize("dialled_as", ["127.0.0.1", "localhost"])
+async def test_congestion_control_within_one_machine(dialled_as):
+    async with aclosing(await TcpTransport().listen(Address("127.0.0.1", 0))) as listener:
+        dialled = await TcpTransport().dial(attrs.evolve(listener.address, host=dialled_as))
+        async with aclosing(dialled), aclosing(await listener.accept()) as accepted:
+            for stream in (dialled, accepted):
+                name = stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                assert not name.startswith(b"bbr")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 
-from protocol.vectors import VectorPool, all_finite, vector_bytes
+from protocol.vectors import VectorPool, add_scaled, all_finite, scale, vector_bytes
 
 LONG = 1 << 21  # elements
 
@@ -51,3 +52,22 @@ def test_memory_of_another_length_is_not_used():
     del del_me
     gc.collect()
     assert len(pool.take(2 * LONG)) == 2 * LONG
+
+
+def test_memory_of_two_lengths_waits_to_be_used_again():
+    pool = VectorPool()
+    places = {length: pool.take(length).data_ptr() for length in (LONG, 2 * LONG)}
+    assert {length: pool.take(length).data_ptr() for length in places} == places
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 1 / 3, 0.1, 2.0**-100])
+def test_what_is_added_is_what_scaling_gives(share):
+    generator = torch.Generator().manual_seed(1)
+    total, values = torch.randn(2, 10_007, generator=generator) * 10.0 ** torch.randint(-38, 38, (2, 10_007))
+    values[:4] = torch.tensor([float("inf"), float("nan"), -0.0, 3e38])
+    total[3] = 3e38
+    expected = torch.empty_like(values)
+    scale(values, share, out=expected)
+    expected += total
+    add_scaled(total.numpy(), values.numpy(), share, np.empty(10_007, dtype=np.float32))
+    assert torch.equal(total.view(torch.int32), expected.view(torch.int32))

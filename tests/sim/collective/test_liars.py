@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
+import attrs
 import pytest
 import torch
 import trio
 
 from protocol.codecs import ErrorFeedback, make_codec
+from protocol.coordinator import Coordinator, Send
 from protocol.errors import PeerGone, ShoalError
 from protocol.plan import NO_BALLOT, NO_DIGEST
-from protocol.round_messages import GatherBlock, Queued, Ready, RingData
+from protocol.round_messages import GatherBlock, Propose, Queued, Ready, RingData
+from protocol.weights import SIZE
 
 
 class Twisted:
@@ -66,6 +69,46 @@ async def test_blocks_beyond_the_limit_end_the_connection(autojump_clock, swarm_
         with pytest.raises(PeerGone, match="33554432 bytes"):
             async with one.endpoint.open(other.id, ready) as stream:
                 await stream.receive(Queued)
+
+
+@pytest.mark.parametrize(("signature", "problem"), [(None, "has not signed"), (bytes(SIZE), "is wrong")])
+async def test_a_weight_that_is_not_signed_ends_the_connection(autojump_clock, swarm_of, signature, problem):
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        await swarm.together(lambda peer: peer.collective.barrier())
+        ready = Ready(swarm.run_id, "", 2, NO_DIGEST, 1.0, 5, NO_BALLOT, (), signature=signature)
+        with pytest.raises(PeerGone, match=problem):
+            async with one.endpoint.open(other.id, ready) as stream:
+                await stream.receive(Queued)
+
+
+async def test_a_coordinator_that_mixes_up_signatures_does_not_make_a_round(autojump_clock, swarm_of, monkeypatch):
+    """Those that follow their own coordinators go on."""
+    async with swarm_of(4) as swarm:
+        liar = swarm.peers[2]
+        propose, lies = Coordinator._propose, []
+
+        def mixed_up(self, now, view):
+            propose(self, now, view)
+            if self._peer == liar.id and self.plan is not None and len(self.plan.members) > 1:
+                lies.append(self.plan)
+                plan = attrs.evolve(self.plan, signatures=self.plan.signatures[::-1])
+                self._actions = [
+                    attrs.evolve(action, message=Propose(plan))
+                    if isinstance(action, Send) and isinstance(action.message, Propose)
+                    else action
+                    for action in self._actions
+                ]
+
+        monkeypatch.setattr(Coordinator, "_propose", mixed_up)
+        others = [peer for peer in swarm.peers if peer is not liar]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(liar.collective.all_reduce, torch.zeros(50))
+            with trio.fail_after(300):
+                for _ in range(3):
+                    await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(50)), others)
+            nursery.cancel_scope.cancel()
+        assert lies
 
 
 async def test_strangers_wait_for_no_tag(autojump_clock, swarm_of):

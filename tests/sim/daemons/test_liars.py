@@ -6,14 +6,17 @@ import attrs
 import pytest
 import trio
 
+from peer.chain import Link, Tip, unpack_links
+from peer.history import History
 from peer.membership import Hello, StatusClaim, TipClaim, Welcome
-from peer.sync import DescribeRequest, Description
+from peer.sync import DescribeRequest, Description, HeaderClaim, HistoryReply, HistoryRequest
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import Identity
 from protocol.plan import NO_BALLOT
 from protocol.round_messages import Ahead, FetchResult, Forked, Noted, Queued, Ready, RoundOpen
 from protocol.transport import Address
+from protocol.weights import sign_weight
 
 LIMIT = 600
 
@@ -85,16 +88,79 @@ class Inflator(Liar):
 
     def __init__(self, swarm, victims):
         super().__init__(swarm, victims)
-        self.endpoint.handle(DescribeRequest, self.on_describe)
+        self.endpoint.handle(HistoryRequest, self.on_history)
 
     def claim(self):
         revision, digest = self.tip
         return TipClaim(revision, 1e6, bytes.fromhex(digest)) if digest else None
 
-    async def on_describe(self, request, stream):
+    async def on_history(self, request, stream):
         self.asked += 1
-        victim = self.victims[0].id
-        return await self.endpoint.request(victim, request, Description)
+        async with self.endpoint.open(self.victims[0].id, request) as true:
+            reply = await true.receive(HistoryReply)
+            links = bytearray(reply.length)
+            await true.receive_into(memoryview(links))
+        await stream.send(reply)
+        await stream.send_bytes(links)
+
+
+class Forger(Liar):
+    """Shows the others' history, continued by a revision of its own that weighs more than anything: see `forged`."""
+
+    def __init__(self, swarm, victims):
+        super().__init__(swarm, victims)
+        self.endpoint.handle(HistoryRequest, self.on_history)
+        self.made = {}
+
+    def forged(self, header, links):
+        """What is said to have been contributed to the next revision."""
+        every = [signed for link in links for signed in link.contributions]
+        return [attrs.evolve(signed, weight=1e9) for signed in every[-2:]]
+
+    def claim(self):
+        revision, digest = self.tip
+        if not digest:
+            return None
+        made = self.made.get(digest)
+        tip = Tip(revision + 1, 3e9, bytes.fromhex(digest)) if made is None else made.tip
+        return TipClaim(tip.revision, tip.weight, tip.digest)
+
+    async def pester(self, victim):
+        """Gets the newest history, as everybody can."""
+        _, digest = self.tip
+        request = HistoryRequest(self.run_id, bytes.fromhex(digest), ())
+        async with self.endpoint.open(victim.id, request) as true:
+            reply = await true.receive(HistoryReply)
+            data = bytearray(reply.length)
+            await true.receive_into(memoryview(data))
+        links = unpack_links(data, 64)
+        history = History((reply.start.header(self.run_id),)).extended(links)
+        forged = Link(b"p" * 32, b"x" * 32, tuple(self.forged(history.header, links)))
+        self.made[digest] = history.extended([forged])
+
+    async def on_history(self, request, stream):
+        self.asked += 1
+        made = next((made for made in self.made.values() if made.tip.digest == request.digest), None)
+        if made is None:
+            raise RequestRefused("a lie that was not prepared", code="gone")
+        links = b"".join(made.links)
+        await stream.send(HistoryReply(HeaderClaim.of(made.headers[0]), len(links)))
+        await stream.send_bytes(links)
+
+
+class Replayer(Forger):
+    """Adds what others have signed before, as they have signed it."""
+
+    def forged(self, header, links):
+        return max((link.contributions for link in links), key=len, default=())
+
+
+class Giant(Forger):
+    """Signs for itself, more than anybody may weigh."""
+
+    def forged(self, header, links):
+        identity = Identity.from_seed(b"l" * 32)
+        return [sign_weight(identity, header.run, "", header.revision + 1, header.digest, 2e9)]
 
 
 class Obstructor(Liar):
@@ -172,7 +238,7 @@ async def goes_on(victims, rounds):
     assert victims[0].digests()[begun + rounds] == victims[1].digests()[begun + rounds]
 
 
-@pytest.mark.parametrize("kind", [Boaster, Inflator, Obstructor, Staller, Hurrier])
+@pytest.mark.parametrize("kind", [Boaster, Inflator, Forger, Replayer, Giant, Obstructor, Staller, Hurrier])
 async def test_lies_do_not_stop_training(autojump_clock, victims, nursery, kind):
     with trio.fail_after(LIMIT):
         liar, peers = await begin(victims, kind, nursery)
