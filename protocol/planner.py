@@ -10,7 +10,7 @@ steps, and the owner of the part b of the data moves (1 + (n-2) · b) · V bytes
 little. (Hivemind computes that as a linear program. Here it is a search for the time in which all of V finds an owner.)
 
 So the owners' way wins where steps take longer than the data, and where members differ. The ring needs fewer streams
-and keeps nothing, so it is taken unless it is slower by `MARGIN`.
+and keeps nothing, so it is taken unless it is slower by `MARGIN`; blocks are equal unless that is slower by `UNEQUAL`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ STREAM = 1e-4
 """Seconds that each further stream takes."""
 
 MARGIN = 1.1
-"""How much longer the simpler of two schedules may take."""
+"""How much longer the ring may take than the way over owners."""
+
+UNEQUAL = 1.2
+"""How much longer equal blocks may take than unequal ones: measured rates are not more certain than that."""
 
 _EXACT = 6  # members up to which all orders of the ring are looked at
 _LARGEST = 256  # above, the order is left as it is
@@ -203,14 +206,11 @@ def scheduled(plan: Plan, lines: Lines) -> Plan:
     if plan.schedule == "ring" and MARGIN * (equal := _time(direct, lines)) < time:
         best, time = direct, equal
     least = nbytes * max((giving / lines.up).max(), 1 / lines.down.min()) + 2 * lines.latencies.max()
-    if MARGIN * least >= time:
+    if UNEQUAL * least >= time:
         return best
-    for owners in _owners(lines):
-        blocks = _rounded(lines.parts(owners, giving), free, block_of(plan.codec))
-        unequal = attrs.evolve(direct, blocks=blocks)
-        if MARGIN * (shorter := _time(unequal, lines)) < time:
-            best, time = unequal, shorter
-    return best
+    shapes = (_rounded(lines.parts(owners, giving), free, block_of(plan.codec)) for owners in _owners(lines))
+    unequal = min((attrs.evolve(direct, blocks=blocks) for blocks in shapes), key=lambda one: _time(one, lines))
+    return unequal if UNEQUAL * _time(unequal, lines) < time else best
 
 
 def estimate(plan: Plan, said: Mapping[PeerId, Rates]) -> float:
