@@ -47,6 +47,8 @@ _MOST = torch.finfo(torch.float32).max
 
 _NOTHING = Segment(0, 0, False)
 
+_ONLY_SUMS = 1 << 32  # more than there are segments
+
 
 def piece_of(plan: Plan) -> int:
     """Most elements of a segment. Sums are rounded differently in other pieces, but the plan alone decides."""
@@ -91,6 +93,7 @@ class Direct(Reduction):
         self._outgoing = {sink: _segments(plan, blocks, place, sink, piece) for sink in self.sinks}
         self._incoming = {source: _segments(plan, blocks, source, place, piece) for source in self.sources}
         self._given = {sink: sum(segment.add for segment in segments) for sink, segments in self._outgoing.items()}
+        self._brought = {source: sum(segment.add for segment in self._incoming[source]) for source in self.sources}
         self._next = dict.fromkeys(self.sources, 0)
         self._arriving: dict[int, memoryview] = {}  # by who sends it; may be longer
         self._contributions: dict[int, dict[int, memoryview]] = {start: {} for start, _ in self._own}  # by place
@@ -141,6 +144,20 @@ class Direct(Reduction):
     def shared(self) -> int:
         # A slow member sends to all owners side by side, and every sum waits for its values.
         return len(self.sinks) * self._codec.encoded_size(self._piece)
+
+    @property
+    def standing(self) -> int:
+        # Whoever lacks values knows whose; whoever lacks sums only cannot tell why.
+        return self.received if self._owing() else _ONLY_SUMS + self.received
+
+    def suspect(self, source: int) -> int:
+        # The owner of a block that waits for a sum may wait for the same values as we do.
+        owing = self._owing()
+        return source if not owing or source in owing else owing[0]
+
+    def _owing(self) -> list[int]:
+        """Whose values of our own block have not all come in."""
+        return [source for source in self.sources if self._next[source] < self._brought[source]]
 
     def filled(self, source: int) -> None:
         segment = self._incoming[source][self._next[source]]

@@ -106,6 +106,15 @@ class Reduction(ABC):
         """Bytes that some member may have to send to others before the next ones of a neighbour can come."""
         return 0
 
+    @property
+    def standing(self) -> int:
+        """How far we have got, to be compared with others: whoever starved first has the least."""
+        return self.received
+
+    def suspect(self, source: int) -> int:
+        """Who is at fault, as far as we can tell, if a neighbour sends nothing."""
+        return source
+
     def holdings(self) -> tuple[Holding, ...]:
         """What is reduced here by now, by the plan that has done so."""
         own = Source(self.plan.id, self.plan.members, self.plan.weights)

@@ -145,14 +145,16 @@ class Transfer:
 
     @property
     def segments(self) -> int:
-        """Number of segments that have come in."""
-        return self._ring.received if self._ring is not None and self._ring.plan is self.plan else 0
+        """See `Reduction.standing`."""
+        return self._ring.standing if self._ring is not None and self._ring.plan is self.plan else 0
 
     @property
     def progress(self) -> tuple[int, int]:
         """Segments that have come in, and how many there are."""
         ring = self._ring
-        return self.segments, 0 if ring is None else sum(ring.incoming(place) for place in ring.sources)
+        if ring is None or ring.plan is not self.plan:
+            return 0, 0
+        return ring.received, sum(ring.incoming(place) for place in ring.sources)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -247,7 +249,7 @@ class Transfer:
             with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
-            self._fail(peer, f"nothing came from {peer.short} for {stall:g} s")
+            self._fail(self.plan.members[ring.suspect(place)], f"nothing came from {peer.short} for {stall:g} s")
             await trio.sleep_forever()
         except ShoalError as error:
             self._fail(peer, str(error))
