@@ -379,8 +379,12 @@ class Rounds:
         rates = self._meter.rates(self._roster.partners())
         ready = work.ready(leadership.acceptor.promised, tuple(tried), rates)
         patience = self._times.grace + self._times.slack
-        most = offer.length if offer.operation != "gather" else self._max_block * (len(self._roster.partners()) + 1)
-        patience += 2 * self._times.attempt(load(offer.operation, most), len(self._roster.partners()) + 1)
+        count = len(self._roster.partners()) + 1
+        if offer.operation == "gather":
+            most = load("gather", self._max_block * count)
+        else:  # at worst, one member owns all
+            most = load(offer.operation, offer.length) * max(2, count - 1) // 2
+        patience += 2 * self._times.attempt(most, count)
         limit = trio.current_time() + 2 * patience  # one plan after the other, in vain, is no better than none
         leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
         try:
