@@ -153,7 +153,7 @@ def test_no_other_blocks_are_much_better(up, codec):
 @pytest.mark.parametrize("count", [3, 4, 8])
 def test_short_vectors_go_to_owners_and_back(count):
     members = peers(count)
-    lines = lines_of(members, with_lines(members, [100 * MEGABIT] * count, rtt=200))
+    lines = lines_of(members, with_lines(members, [100 * MEGABIT] * count, rtt=5000))
     assert scheduled(make_plan(members, 1024), lines).schedule == "direct"
     assert scheduled(make_plan(members, 1024), lines).blocks == ()
     assert scheduled(make_plan(members, 100 * MIB // 4), lines).schedule == "ring"
