@@ -83,8 +83,12 @@ class LocalSwarm:
     def run(self, replica: Callable[[LocalPeer], _T]) -> list[_T]:
         """Calls `replica` for each peer, all at the same time, and returns what they return.
 
-        If one raises an exception, the others' operations raise `RoundAborted`, and it is raised here.
+        If one raises an exception, the others' operations raise `RoundAborted`, and it is raised here. May be called
+        again: the peers go on with what they remember.
         """
+        self._present = frozenset(peer.peer_id for peer in self.peers)
+        self._failure = None
+        self._meetings.clear()
 
         def live(peer: LocalPeer) -> _T:
             try:

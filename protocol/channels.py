@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 import attrs
 import trio
 
+from protocol.codecs import CodecName
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
@@ -44,6 +45,8 @@ class ChannelSettings:
     max_weight: float = MAX_WEIGHT
     max_block: int = MAX_BLOCK
     """The most bytes that one member's block may have."""
+    codec: CodecName = "fp32"
+    """How values that are reduced look on the wire. Lossy ones keep what they leave out for the next operation."""
     report: Callable[[RoundEvent], None] = attrs.field(default=lambda event: None)
     courtesy: Courtesy | None = None
     """What else is sent on the endpoint, and can wait, uses the same one."""
@@ -138,6 +141,7 @@ class Channels:
             max_weight=settings.max_weight,
             max_block=settings.max_block,
             courtesy=self._courtesy,
+            codec=settings.codec,
         )
         rounds.committed(0, NO_DIGEST)
         await nursery.start(rounds.run)
