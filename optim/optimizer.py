@@ -227,7 +227,7 @@ class LowCommunicationOptimizer(Wrapper):
                 "taken": message.taken,
                 "values": message.values,
                 "weight": message.weight,
-                "memory": dict(message.memory),
+                "memory": dict(message.memory if mixed.memory is None else mixed.memory),
                 "round": message.round,
                 "mean": mixed.mean,
                 "own": mixed.own,
