@@ -234,7 +234,7 @@ class Node:
 
     async def _commit(self, state: CommittedState, reduced: Reduced, *, fetched: bool = False) -> CommittedState:
         """Takes the outer step that a round's result asks for. `fetched`: others have made the result."""
-        outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean)
+        outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean, state.header.revision + 1)
         committed = await self.compute(_committed, state, outer, reduced)
         await self._stand_at(committed, active=True)
         self.events.emit(
