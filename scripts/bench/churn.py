@@ -47,8 +47,8 @@ from protocol.vectors import vector_bytes
 NAME = "churn bench"
 NOTICED = {"kill": 0.5, "stop": Limits().dead_after}  # seconds after which the survivors know
 LONGEST_DEADLINE = 5.0
-HANG = 60.0  # seconds after which an operation counts as one that never ends
-START = 60.0  # seconds that a process has to start, and to find the others
+HANG = 120.0  # seconds after which an operation counts as one that never ends
+START = 180.0  # seconds that a process has to start, and to find the others
 WARM_UP = 4  # operations: a peer keeps the last results, and uses their memory again from then on
 SAMPLE = 1009  # every so manieth element is computed in a second way
 
