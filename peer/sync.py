@@ -47,7 +47,7 @@ IN_FLIGHT = 4
 """Ranges that are asked of one donor at a time, at most, so that its link is not idle for round trips after each."""
 
 QUICK = 1.0
-"""Seconds: each range that takes less has one more asked for at a time. On a slow link they would wait for each other."""
+"""Seconds; after each range that takes less, one more is asked for at once. On slow links they wait for each other."""
 
 SLOW = 5.0
 """Seconds after which a donor that has nothing else to do is asked for what another donor has not delivered yet."""
