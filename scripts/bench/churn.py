@@ -346,20 +346,27 @@ class Swarm:
     async def _resume(self, victims: list[Process], survivors: list[Process]) -> None:
         """Those who were stopped go on. Unless they had finished, what they have begun becomes the next operation."""
         assert self._last is not None
-        over = self._last.revision
+        over = self._last
         for victim in victims:
             victim.signal(signal.SIGCONT)
         await self._meet(survivors)
         await self._begin(survivors)
-        answers = {}
-        for victim in victims:
-            first = await victim.reduced(HANG)
-            if plan_of(first.plan).revision == over:
-                self._check([first])
+        answers: list[Answer] = []
+
+        async def follow(victim: Process) -> None:
+            answer = await victim.reduced(HANG)
+            if plan_of(answer.plan).revision == over.revision:
+                self._check([answer])
+                if plan_of(answer.plan) != over:
+                    self._tally.wrong.append(f"operation {over.revision}: one that was stopped has another plan")
                 await self._begin([victim])
-                first = await victim.reduced(HANG)
-            answers[victim] = first
-        self._check([*answers.values(), *await self._answers(survivors)])
+                answer = await victim.reduced(HANG)
+            answers.append(answer)
+
+        async with trio.open_nursery() as nursery:  # the next operation waits for all of them
+            for victim in victims:
+                nursery.start_soon(follow, victim)
+        self._check([*answers, *await self._answers(survivors)])
 
     async def _begin(self, processes: list[Process]) -> None:
         self._count += 1
@@ -417,7 +424,7 @@ async def measure(case: Case, mib: int, repeat: int, rng: random.Random) -> Tall
         for run in range(repeat):
             try:
                 await swarm.disturb(resume=case.how == "stop" and run % 2 == 0)
-            except trio.TooSlowError:
+            except* trio.TooSlowError:
                 tally.hangs += 1
                 await swarm.close()
                 await swarm.start()
