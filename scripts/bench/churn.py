@@ -357,8 +357,9 @@ class Swarm:
             answer = await victim.reduced(HANG)
             if plan_of(answer.plan).revision == over.revision:
                 self._check([answer])
-                if plan_of(answer.plan) != over:
-                    self._tally.wrong.append(f"operation {over.revision}: one that was stopped has another plan")
+                if (plan := plan_of(answer.plan)) != over:
+                    members = len(plan.members)
+                    self._tally.wrong.append(f"operation {over.revision}: one that was stopped has a plan of {members}")
                 await self._begin([victim])
                 answer = await victim.reduced(HANG)
             answers.append(answer)
