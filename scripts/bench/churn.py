@@ -8,8 +8,8 @@ everybody's values. Every other one that was stopped goes on afterwards: it has 
 take part in the next operation, as does whoever replaces one that is gone; that operation is checked, too.
 
 Extra time is that of a disturbed operation beyond the median of undisturbed ones. Allowed is, in the median, what it
-takes to notice (0.5 s for a death; for a silence `Limits.dead_after`) and to do again what no survivor held: that part
-of an undisturbed operation. Exit code 1 if a goal is missed.
+takes to notice and to plan anew (0.5 s for a death; for a silence `Limits.dead_after` more, at most 5 s in all) and to
+do again what no survivor held: that part of an undisturbed operation. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from protocol.standalone import open_collective
 from protocol.vectors import vector_bytes
 
 NAME = "churn bench"
-NOTICED = {"kill": 0.5, "stop": Limits().dead_after}  # seconds after which the survivors know
+SILENCE = Limits().dead_after  # seconds after which one that says nothing is lost
+NOTICED = {"kill": 0.5, "stop": SILENCE + 0.5}  # seconds after which the survivors go on
 LONGEST_DEADLINE = 5.0
 HANG = 120.0  # seconds after which an operation counts as one that never ends
 START = 180.0  # seconds that a process has to start, and to find the others
@@ -456,7 +457,7 @@ def main() -> int:
         return 0
     sizes, repeat = ([20], 3) if options.quick else (options.mib, options.repeat)
     load, rows, rng = os.getloadavg()[0], [], random.Random(options.seed)
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores; a silent peer is lost after {NOTICED['stop']:g} s")
+    print(f"load before: {load:.1f} on {os.cpu_count()} cores; a silent peer is lost after {SILENCE:g} s")
     for case in (case for name in options.cases for case in CASES[name] if case.how in options.how):
         for mib in sizes:
             tally = trio.run(measure, case, mib, repeat, rng)

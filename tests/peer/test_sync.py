@@ -248,7 +248,7 @@ async def test_what_was_received_is_not_fetched_again(autojump_clock, mesh, stat
     swarm = await mesh(3)
     newcomer, first, second = swarm.endpoints
     donate(first, state)
-    partial, before, after = Partial(), [], []
+    earlier, before, after = Partial(), [], []
 
     def lose_the_donor(received):
         before.append(received)
@@ -256,18 +256,19 @@ async def test_what_was_received_is_not_fetched_again(autojump_clock, mesh, stat
             swarm.network.kill("h1")
 
     with pytest.raises(SyncFailed):
-        await fetch_state(newcomer, RUN, state.history, [first.peer_id], **SHAPE, progress=lose_the_donor, earlier=partial)
+        donors = [first.peer_id]
+        await fetch_state(newcomer, RUN, state.history, donors, **SHAPE, progress=lose_the_donor, earlier=earlier)
     # Of the next revision, all is the same but the first and the last range.
     parameters, momentum = state.outer.parameters.clone(), state.outer.buffers["momentum"].clone()
     parameters[0], momentum[-1] = 7, 7
     newer = state.commit(OuterState(parameters, {"momentum": momentum}), plan=bytes(32), contributions=SIGNED)
     donate(second, newer)
     donors = [second.peer_id]
-    found = await fetch_state(newcomer, RUN, newer.history, donors, **SHAPE, progress=after.append, earlier=partial)
+    found = await fetch_state(newcomer, RUN, newer.history, donors, **SHAPE, progress=after.append, earlier=earlier)
     assert same(found, newer)
     had = {number for number in range(1, 5) if number < len(before)}
     assert len(after) == len(state.leaves) - len(had)
-    assert partial.outer is None
+    assert earlier.outer is None
 
 
 async def test_a_state_that_is_being_fetched_outlives_many_commits(autojump_clock, mesh, state):
