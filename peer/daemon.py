@@ -232,7 +232,14 @@ class _Daemon:
             admits=rules.admits,
             codec=settings.round.codec,
         )
-        donor = Donor(self.endpoint, manifest.run_id, manifest.dump(), admits=membership.knows, courtesy=courtesy)
+        donor = Donor(
+            self.endpoint,
+            manifest.run_id,
+            manifest.dump(),
+            admits=membership.knows,
+            courtesy=courtesy,
+            measuring=rounds.measuring,
+        )
         await nursery.start(membership.run)
         await nursery.start(rounds.run)
         membership.meet(self.endpoint.connected)

@@ -295,16 +295,17 @@ class Node:
                 received += length
 
             try:
-                found = await fetch_state(
-                    self.endpoint,
-                    self.run_id,
-                    history,
-                    holders,
-                    elements=self.trainer.flat.length,
-                    buffers=self.trainer.buffers,
-                    progress=count,
-                    earlier=self._partial,
-                )
+                with self.rounds.measuring():
+                    found = await fetch_state(
+                        self.endpoint,
+                        self.run_id,
+                        history,
+                        holders,
+                        elements=self.trainer.flat.length,
+                        buffers=self.trainer.buffers,
+                        progress=count,
+                        earlier=self._partial,
+                    )
             except SyncFailed as error:
                 self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))
                 for peer in holders:

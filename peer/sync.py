@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated
 
@@ -136,6 +137,7 @@ class Donor:
         manifest: The manifest's text, which everybody may have.
         admits: Whether a peer may have states.
         courtesy: What states give way to.
+        measuring: Within it, states are sent.
     """
 
     def __init__(
@@ -146,11 +148,13 @@ class Donor:
         *,
         admits: Callable[[PeerId], bool] = lambda peer: True,
         courtesy: Courtesy | None = None,
+        measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._run = run
         self._manifest = manifest
         self._admits = admits
         self._courtesy = courtesy or Courtesy(lambda: endpoint.bytes_sent)
+        self._measuring = measuring
         self.served = -math.inf
         """When a state, or a part of one, was asked for last, on trio's clock."""
         self._states: list[CommittedState] = []
@@ -210,8 +214,9 @@ class Donor:
         self._serving[request.digest] += 1
         try:
             await stream.send(RangeReply(sum(len(view) for view in views)))
-            for view in views:
-                await self._courtesy.send(stream, view)
+            with self._measuring():
+                for view in views:
+                    await self._courtesy.send(stream, view)
             await stream.finish()
         finally:
             self._serving[request.digest] -= 1

@@ -20,6 +20,7 @@ from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Overloaded, RequestRefused
 from protocol.handlers import Handler
 from protocol.identity import PeerId
+from protocol.metering import Meter
 from protocol.plan import MAX_BLOCK, MAX_WEIGHT, NO_DIGEST
 from protocol.roster import Roster
 from protocol.round_events import RoundEvent
@@ -78,6 +79,7 @@ class Channels:
     def __init__(self, endpoint: Endpoint, run_id: bytes, roster: Roster, settings: ChannelSettings) -> None:
         self._endpoint, self._run, self._roster, self._settings = endpoint, run_id, roster, settings
         self._courtesy = settings.courtesy or Courtesy(lambda: endpoint.bytes_sent)
+        self._meter = Meter(endpoint)
         self._channels: dict[str, Rounds] = {}
         self._queues: dict[str, Queue] = {}
         self._opened = trio.Event()
@@ -142,6 +144,7 @@ class Channels:
             max_weight=settings.max_weight,
             max_block=settings.max_block,
             courtesy=self._courtesy,
+            meter=self._meter,
         )
         rounds.committed(0, NO_DIGEST)
         await nursery.start(rounds.run)

@@ -398,7 +398,7 @@ class Connection:
                     allowance = budget if self.upload is None else self.upload.level(started)
                     batch = self.mux.take(budget, max(0, allowance))
                     if self.upload is not None:
-                        self.upload.spend(batch.bulk, started)
+                        self.upload.spend(batch.bulk, started, self)
                     self.lanes.on_bulk(batch.bulk)
                     for raw in batch.progressed:
                         self.progressed(raw)
@@ -410,6 +410,9 @@ class Connection:
                     self._end_if_done()
         except PeerGone as error:
             self._end(error)
+        finally:
+            if self.upload is not None:
+                self.upload.leave(self)
 
     def _next_budget(self, budget: int, seconds: float) -> int:
         """The size of the next write, after one that took so long. From time to time, decides the rate too."""
@@ -425,7 +428,7 @@ class Connection:
             if self.mux.urgent:
                 return True
             if self.mux.bulk_waiting:
-                delay = 0.0 if self.upload is None else self.upload.delay(trio.current_time())
+                delay = 0.0 if self.upload is None else self.upload.delay(trio.current_time(), self)
                 if not delay:
                     return True
                 self.lanes.pacer.pause()

@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, TypeVar
 import attrs
 from attrs.validators import ge, gt
 
-from protocol.codecs import CodecName, block_of
+from protocol.codecs import CodecName, block_of, make_codec
 from protocol.identity import PeerId
 from protocol.plan import (
     MAX_ATTEMPT,
@@ -36,6 +36,8 @@ from protocol.plan import (
     coordinators,
     load,
 )
+from protocol.planner import Lines, lines_of, ring_order, scheduled
+from protocol.rates import UNKNOWN, Rates
 from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
 from protocol.salvage import Holding, salvage
 from protocol.transport import Address
@@ -85,6 +87,8 @@ class Candidate:
     operation: Operation = "reduce"
     signature: bytes | None = None
     """Of its weight, checked; None if that is 0."""
+    rates: Rates = UNKNOWN
+    """What it knows about its lines."""
 
     @property
     def kind(self) -> _Kind:
@@ -354,12 +358,13 @@ class Coordinator:
             self._release(previous, fit)
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
-        members = coordinators(self._run, self._revision, fit, tag=self._tag)
         operation, length = _total(fit)
+        lines = self._lines(fit, operation, length)
+        members = lines.members
         holdings = {peer: fit[peer].holdings for peer in members if operation == "reduce"}
         sources, salvaged = salvage(members, holdings, length, self._max_weight, block_of(self._codec))
         self._heard += 1
-        plan = Plan(
+        simplest = Plan(
             run=self._run,
             tag=self._tag,
             revision=self._revision,
@@ -367,7 +372,7 @@ class Coordinator:
             attempt=self._heard,
             rank=view.rank,
             coordinator=self._peer,
-            members=tuple(members),
+            members=members,
             weights=tuple(fit[peer].weight for peer in members),
             length=length,
             codec=self._codec,
@@ -377,7 +382,7 @@ class Coordinator:
             sizes=tuple(fit[peer].length for peer in members) if operation == "gather" else (),
             signatures=tuple(signature for peer in members if (signature := fit[peer].signature) is not None),
         )
-        self.plan = plan
+        self.plan = plan = scheduled(simplest, lines)
         # Members notice stalls first; the limit is for those who notice nothing.
         self._begin_attempt(now + self._times.attempt(plan.load, len(members)) + self._times.stall + self._times.settle)
         for peer in members:
@@ -385,6 +390,16 @@ class Coordinator:
             # Whoever accepts keeps nothing that the plan does not salvage.
             self._candidates[peer] = attrs.evolve(self._candidates[peer], holdings=())
         self._release(previous, fit)
+
+    def _lines(self, fit: dict[PeerId, Candidate], operation: Operation, length: int) -> Lines:
+        """The lines of the candidates, in the order in which they make the fastest ring.
+
+        Where no order is better than others, it is another one in each round.
+        """
+        members = coordinators(self._run, self._revision, fit, tag=self._tag)
+        lines = lines_of(members, {peer: fit[peer].rates for peer in members})
+        nbytes = make_codec(self._codec).encoded_size(length) if operation == "reduce" else length / 2
+        return lines.reordered(ring_order(lines, nbytes))
 
     def _release(self, previous: Plan | None, fit: Collection[PeerId]) -> None:
         """Tells the members of the last attempt that are not in the next one to give it up."""

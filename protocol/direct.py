@@ -10,7 +10,8 @@ owner encodes is rounded stochastically, with a seed that the plan and the place
 pieces begin at multiples of the codec's block. Parts that an earlier attempt has reduced belong to no block: whoever
 lacks one gets its fp32 bits from the nearest member to the left that holds it.
 
-With the codec `fp32` nothing is lost on the way, and the two hops are fewer than around a ring of three and more.
+With the codec `fp32` nothing is lost on the way, and the two hops are fewer than around a ring of three and more. A
+member that owns no block only sends its values and gets the result, which is the least that can be.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from protocol.codecs import Codec, NotFinite, make_codec
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
-from protocol.reduction import Reduction, Segment, free_parts, partition, pieces, window
+from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
 from protocol.salvage import Bounds
 from protocol.vectors import VectorPool, all_finite, vector_bytes
 
@@ -37,15 +38,23 @@ SMALLEST_PIECE = 1 << 14
 
 _PIECES = 8  # of a block, if they are not too small: sums are under way while other contributions still come in
 
+_MORE = 4  # times as many, of blocks that are unequal
+
 _AT_ONCE = 1 << 18
 """Elements that are summed and encoded together: they stay in the cache meanwhile. Seeds depend on it."""
 
 _MOST = torch.finfo(torch.float32).max
 
+_NOTHING = Segment(0, 0, False)
+
+_ONLY_SUMS = 1 << 32  # more than there are segments
+
 
 def piece_of(plan: Plan) -> int:
     """Most elements of a segment. Sums are rounded differently in other pieces, but the plan alone decides."""
-    piece = min(max(plan.length // (len(plan.members) * _PIECES), SMALLEST_PIECE), LARGEST_PIECE)
+    # Where lines differ, somebody's is slow, and what a segment costs matters less than how long it takes.
+    count = len(plan.members) * _PIECES * (_MORE if plan.blocks else 1)
+    piece = min(max(plan.length // count, SMALLEST_PIECE), LARGEST_PIECE)
     return piece // SMALLEST_PIECE * SMALLEST_PIECE
 
 
@@ -79,11 +88,12 @@ class Direct(Reduction):
         self._codec, self._id, self._shares = make_codec(plan.codec), plan.id, plan.shares
         piece = piece_of(plan) if piece is None else piece
         self._encoded, self._piece = memoryview(encoded), min(piece, plan.length)
-        blocks = _blocks(plan, self._codec.block, piece)
+        blocks = _blocks(plan, piece)
         self._own = blocks[place]
-        self._outgoing = {sink: list(_sends(plan, blocks, place, sink, piece)) for sink in self.sinks}
-        self._incoming = {source: list(_sends(plan, blocks, source, place, piece)) for source in self.sources}
+        self._outgoing = {sink: _segments(plan, blocks, place, sink, piece) for sink in self.sinks}
+        self._incoming = {source: _segments(plan, blocks, source, place, piece) for source in self.sources}
         self._given = {sink: sum(segment.add for segment in segments) for sink, segments in self._outgoing.items()}
+        self._brought = {source: sum(segment.add for segment in self._incoming[source]) for source in self.sources}
         self._next = dict.fromkeys(self.sources, 0)
         self._arriving: dict[int, memoryview] = {}  # by who sends it; may be longer
         self._contributions: dict[int, dict[int, memoryview]] = {start: {} for start, _ in self._own}  # by place
@@ -119,7 +129,7 @@ class Direct(Reduction):
             return self._bytes[4 * segment.start : 4 * segment.stop]
         if segment.add:
             return self._slice(segment.start, segment.stop)
-        return self._sums[segment.start]
+        return self._sums[segment.start] if segment != _NOTHING else memoryview(b"")
 
     def target(self, source: int) -> memoryview:
         segment = self._incoming[source][self._next[source]]
@@ -129,6 +139,25 @@ class Direct(Reduction):
             self._spare.append(memoryview(bytearray(self._codec.encoded_size(self._piece))))
         arriving = self._arriving[source] = self._spare.pop()
         return arriving[: self._codec.encoded_size(segment.stop - segment.start)]
+
+    @property
+    def shared(self) -> int:
+        # A slow member sends to all owners side by side, and every sum waits for its values.
+        return len(self.sinks) * self._codec.encoded_size(self._piece)
+
+    @property
+    def standing(self) -> int:
+        # Whoever lacks values knows whose; whoever lacks sums only cannot tell why.
+        return self.received if self._owing() else _ONLY_SUMS + self.received
+
+    def suspect(self, source: int) -> int:
+        # The owner of a block that waits for a sum may wait for the same values as we do.
+        owing = self._owing()
+        return source if not owing or source in owing else owing[0]
+
+    def _owing(self) -> list[int]:
+        """Whose values of our own block have not all come in."""
+        return [source for source in self.sources if self._next[source] < self._brought[source]]
 
     def filled(self, source: int) -> None:
         segment = self._incoming[source][self._next[source]]
@@ -149,7 +178,8 @@ class Direct(Reduction):
             data = self._arriving.pop(source)
             self._codec.decode(data[:size], values)
             self._spare.append(data)
-            self._hold(segment.start, segment.stop)
+            if segment != _NOTHING:
+                self._hold(segment.start, segment.stop)
         self._next[source] += 1
         self.received += 1
 
@@ -172,12 +202,15 @@ class Direct(Reduction):
         return self._encoded[self._codec.encoded_size(start) : self._codec.encoded_size(stop)]
 
 
-def _blocks(plan: Plan, block: int, piece: int) -> list[list[Bounds]]:
+def _blocks(plan: Plan, piece: int) -> list[list[Bounds]]:
     """Each member's own block, in pieces."""
-    free, size = tuple(free_parts(plan)), len(plan.members)
-    units = -(-sum(stop - start for start, stop in free) // block)
-    bounds = [partition(units, size, index) for index in range(size)]
-    return [list(pieces(window(free, first * block, end * block), piece)) for first, end in bounds]
+    free = tuple(free_parts(plan))
+    return [list(pieces(window(free, *bounds), piece)) for bounds in own_blocks(plan)]
+
+
+def _segments(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> list[Segment]:
+    """What one member sends to another, if need be nothing: whoever has got all knows that all others have begun."""
+    return list(_sends(plan, blocks, source, sink, piece)) or [_NOTHING]
 
 
 def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> Iterator[Segment]:
@@ -237,7 +270,7 @@ def reference_direct(
         if plan.shares[place]:
             encoded[place] = memoryview(bytearray(codec.encoded_size(plan.length)))
             codec.encode(inputs[peer], encoded[place])
-    for start, stop in (bounds for block in _blocks(plan, codec.block, piece) for bounds in block):
+    for start, stop in (bounds for block in _blocks(plan, piece) for bounds in block):
         part = slice(codec.encoded_size(start), codec.encoded_size(stop))
         contributions = {place: data[part] for place, data in encoded.items()}
         sums = memoryview(bytearray(part.stop - part.start))

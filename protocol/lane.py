@@ -304,7 +304,7 @@ class Lane:
                 await self._wake.park()
             elif len(self.outbox) >= MAX_UNACKNOWLEDGED or not self._group.has_room():
                 await self._wake.park()
-            elif upload is not None and (delay := upload.delay(trio.current_time())):
+            elif upload is not None and (delay := upload.delay(trio.current_time(), self._owner)):
                 self._group.pacer.pause()
                 with trio.move_on_after(delay):
                     await self._wake.park()
@@ -316,7 +316,7 @@ class Lane:
         piece = self._mux.take_piece(self._size if upload is None else min(self._size, upload.level(now)))
         if piece is not None:
             if upload is not None:
-                upload.spend(len(piece.data), now)
+                upload.spend(len(piece.data), now, self._owner)
             self._owner.progressed(piece.stream)
         return piece
 

@@ -238,6 +238,7 @@ class Leadership:
             ready.holdings,
             ready.operation,
             ready.signature,
+            ready.rates,
         )
         self.coordinator.ready(peer, candidate, ready.ballot)
         self.wake()

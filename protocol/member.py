@@ -21,6 +21,7 @@ from protocol.coordinator import RoundTimes
 from protocol.errors import Behind, Fork, PeerGone, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Plan
+from protocol.rates import Rates
 from protocol.round_messages import (
     Accepted,
     Ahead,
@@ -72,7 +73,7 @@ class Work:
         """What is reduced here by the attempts that were given up."""
         return () if self.last is None else self.last.holdings()
 
-    def ready(self, promised: Ballot, tried: tuple[PeerId, ...]) -> Ready:
+    def ready(self, promised: Ballot, tried: tuple[PeerId, ...], rates: Rates) -> Ready:
         """The message that takes us to a coordinator."""
         return Ready(
             run=self.offer.run,
@@ -86,6 +87,7 @@ class Work:
             holdings=self.holdings,
             operation=self.offer.operation,
             signature=self.offer.signature,
+            rates=rates,
         )
 
     def count(self, transfer: Attempt) -> None:

@@ -7,6 +7,7 @@ highest ballot they have seen for that round (see `protocol.ballots`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Collection, Iterable
@@ -52,6 +53,9 @@ Operation: TypeAlias = Literal["reduce", "gather", "exchange"]
 - `gather`: each member's block of bytes, of whatever size, at all. Who has weight 0 brings none;
 - `exchange`: nothing but the plan itself. By its id the members are matched in pairs, which swap their vectors.
 """
+Schedule: TypeAlias = Literal["ring", "direct"]
+"""How what is reduced travels: around a ring (see `protocol.ring`), or to the owners of blocks and back (see
+`protocol.direct`). Values of lossy codecs are reduced in the second way only; gathers and exchanges know the first."""
 
 
 @attrs.frozen(order=True)
@@ -129,7 +133,7 @@ def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]
         if part.source >= len(plan.sources) or not places.issuperset(part.holders):
             raise ValueError("a salvaged part has a source, and members that hold it")
         position = part.stop
-    if plan.length and len(plan.members) > 1 and sum(part.stop - part.start for part in parts) == plan.length:
+    if plan.length and len(plan.members) > 1 and not plan.free:
         raise ValueError("several members reduce something: salvaged parts are not everything")
 
 
@@ -143,13 +147,34 @@ def _check_sizes(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], sizes
         raise ValueError("a gather has one size for each member, and they add up to its length")
 
 
+def _usual_schedule(plan: Plan) -> Schedule:
+    return "direct" if plan.operation == "reduce" and plan.codec != "fp32" else "ring"
+
+
+def _check_schedule(plan: Plan, _attribute: attrs.Attribute[Schedule], schedule: Schedule) -> None:
+    if schedule == "direct" and plan.operation != "reduce":
+        raise ValueError("only what is reduced goes to owners of blocks")
+    if schedule == "ring" and plan.operation == "reduce" and plan.codec != "fp32":
+        raise ValueError("values of a lossy codec do not go around a ring")
+
+
+def _check_blocks(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], blocks: tuple[int, ...]) -> None:
+    if not blocks:
+        return
+    if plan.operation != "reduce" or len(blocks) != len(plan.members) or sum(blocks) != plan.free:
+        raise ValueError("members have one block each, and these are what is reduced")
+    unit = block_of(plan.codec)
+    if any(bound % unit for bound in itertools.accumulate(blocks) if bound != plan.free):
+        raise ValueError("members' blocks consist of whole blocks of the codec")
+
+
 @attrs.frozen
 class Plan:
     """Who makes one revision of a run's state, and how. Fixed by the coordinator, the same for all members.
 
     Raises:
         ValueError: Members are missing or doubled, the weights do not fit them, or salvaged parts overlap, or leave
-            several members nothing to reduce.
+            several members nothing to reduce; or the schedule or the blocks do not fit the rest.
     """
 
     run: Hash
@@ -172,7 +197,7 @@ class Plan:
     tag: Tag = ""
     """Tells concurrent collectives of one run apart."""
     codec: CodecName = "fp32"
-    """How values look on the wire: `fp32` goes around a ring, the others to the owners of blocks and back."""
+    """How values look on the wire."""
     sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_SALVAGED)] = ()
     salvaged: Annotated[tuple[Salvaged, ...], Meta(max_length=MAX_SALVAGED)] = attrs.field(
         default=(), validator=_check_salvaged
@@ -183,6 +208,12 @@ class Plan:
     """Of a gather: bytes of each member's block, in the order of `members`."""
     signatures: Annotated[tuple[WeightSignature, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Of the `contributors`, each over its weight. Not part of the id: they are about what the id covers."""
+    schedule: Schedule = attrs.field(default=attrs.Factory(_usual_schedule, takes_self=True), validator=_check_schedule)
+    blocks: Annotated[tuple[Length, ...], Meta(max_length=MAX_MEMBERS)] = attrs.field(
+        default=(), validator=_check_blocks
+    )
+    """Elements of each member's own block, in the order of `members`, of those that are not salvaged. Empty: as equal
+    as can be, see `protocol.reduction.own_blocks`."""
 
     @property
     def ballot(self) -> Ballot:
@@ -192,6 +223,7 @@ class Plan:
     def id(self) -> bytes:
         """SHA-256 over every field but the signatures in fixed-width big-endian form; 32 bytes."""
         tag, codec, operation = self.tag.encode(), self.codec.encode(), self.operation.encode()
+        schedule = self.schedule.encode()
         digest = hashlib.sha256(b"shoal-plan-v1")
         digest.update(self.run + struct.pack(">H", len(tag)) + tag)
         digest.update(struct.pack(">Q", self.revision) + self.base)
@@ -201,6 +233,8 @@ class Plan:
         digest.update(struct.pack(">QH", self.length, len(codec)) + codec)
         digest.update(struct.pack(">H", len(operation)) + operation)
         digest.update(struct.pack(f">I{len(self.sizes)}Q", len(self.sizes), *self.sizes))
+        digest.update(struct.pack(">H", len(schedule)) + schedule)
+        digest.update(struct.pack(f">I{len(self.blocks)}Q", len(self.blocks), *self.blocks))
         digest.update(struct.pack(">I", len(self.sources)))
         for source in self.sources:
             digest.update(source.plan + struct.pack(">I", len(source.members)) + b"".join(source.members))
@@ -211,6 +245,11 @@ class Plan:
         return digest.digest()
 
     @property
+    def free(self) -> int:
+        """Number of elements that are reduced: all that are not salvaged."""
+        return self.length - sum(part.stop - part.start for part in self.salvaged)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the result that all members end with."""
         return {"reduce": 4 * self.length, "gather": self.length, "exchange": 0}[self.operation]
@@ -218,7 +257,9 @@ class Plan:
     @property
     def load(self) -> int:
         """Number of fp32 elements that can be reduced in the time in which this can be done; for deadlines."""
-        return load(self.operation, self.length)
+        # The owner of the largest block sends it to all others, and its own values to them: 1 + (n - 2) · its part.
+        largest = max(self.blocks, default=0) * (len(self.members) - 2)
+        return max(load(self.operation, self.length), (self.length + largest) // 2)
 
     @property
     def weight(self) -> float:

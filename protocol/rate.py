@@ -16,7 +16,8 @@ _BURST_SECONDS = 0.1
 class TokenBucket:
     """A budget that fills at a steady rate up to a tenth of a second's worth, and may be overdrawn.
 
-    Overdrawing keeps its user simple: it spends what it did, and waits while `delay` is positive.
+    Overdrawing keeps its user simple: it spends what it did, and waits while `delay` is positive. Users that say who
+    they are take turns: whoever has waited for longest goes first.
 
     Args:
         rate: Bytes per second, above zero.
@@ -29,6 +30,7 @@ class TokenBucket:
         self._burst = max(_SMALLEST_BURST, rate * _BURST_SECONDS)
         self._level = self._burst
         self._updated: float | None = None
+        self._waiting: list[object] = []  # in the order in which they came
 
     def level(self, now: float) -> int:
         """Bytes that may be spent now; negative while in debt."""
@@ -37,15 +39,27 @@ class TokenBucket:
         self._updated = now
         return int(self._level)
 
-    def spend(self, count: int, now: float) -> None:
+    def spend(self, count: int, now: float, who: object = None) -> None:
         """Takes bytes out, whether they are there or not."""
         self.level(now)
         self._level -= count
+        if count:
+            self.leave(who)
 
-    def delay(self, now: float) -> float:
-        """Seconds until a useful number of bytes may be spent; 0 if that is now."""
-        missing = _SMALLEST_BURST / 2 - self.level(now)
+    def delay(self, now: float, who: object = None) -> float:
+        """Seconds until a useful number of bytes may be spent, also by those who wait already; 0 if that is now."""
+        ahead = 0
+        if who is not None:
+            if who not in self._waiting:
+                self._waiting.append(who)
+            ahead = self._waiting.index(who)
+        missing = min((1 + ahead) * _SMALLEST_BURST / 2, self._burst) - self.level(now)
         return max(0.0, missing / self._rate)
+
+    def leave(self, who: object) -> None:
+        """Somebody does not wait any more."""
+        if who in self._waiting:
+            self._waiting.remove(who)
 
 
 @attrs.define

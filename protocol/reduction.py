@@ -6,12 +6,14 @@ both sides from the plan alone, so that the streams carry nothing but their byte
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import attrs
 import torch
 
+from protocol.codecs import block_of
 from protocol.plan import Plan, Source
 from protocol.salvage import MAX_HOLDINGS, Bounds, Holding, merged, missing
 from protocol.vectors import VectorPool, vector_bytes
@@ -99,6 +101,20 @@ class Reduction(ABC):
             ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
         """
 
+    @property
+    def shared(self) -> int:
+        """Bytes that some member may have to send to others before the next ones of a neighbour can come."""
+        return 0
+
+    @property
+    def standing(self) -> int:
+        """How far we have got, to be compared with others: whoever starved first has the least."""
+        return self.received
+
+    def suspect(self, source: int) -> int:
+        """Who is at fault, as far as we can tell, if a neighbour sends nothing."""
+        return source
+
     def holdings(self) -> tuple[Holding, ...]:
         """What is reduced here by now, by the plan that has done so."""
         own = Source(self.plan.id, self.plan.members, self.plan.weights)
@@ -121,6 +137,16 @@ def partition(length: int, size: int, index: int) -> tuple[int, int]:
     base, extra = divmod(length, size)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)
+
+
+def own_blocks(plan: Plan) -> list[Bounds]:
+    """Each member's own block: bounds among the elements that are not salvaged, at whole blocks of the codec."""
+    if plan.blocks:
+        ends = list(itertools.accumulate(plan.blocks))
+        return list(zip([0, *ends], ends, strict=False))
+    size, unit, free = len(plan.members), block_of(plan.codec), plan.free
+    parts = (partition(-(-free // unit), size, index) for index in range(size))
+    return [(min(start * unit, free), min(stop * unit, free)) for start, stop in parts]
 
 
 def free_parts(plan: Plan) -> Iterator[Bounds]:

@@ -30,7 +30,7 @@ from protocol.direct import reference_direct
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
-from protocol.reduction import Reduction, Segment, free_parts, partition, pieces, window
+from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
 from protocol.vectors import VectorPool, add_scaled, all_finite, scale
 
 LARGEST_PIECE = 1 << 20
@@ -64,10 +64,7 @@ class Schedule:
         self._salvaged = plan.salvaged
         self._piece = piece
         free = tuple(free_parts(plan))
-        total = sum(stop - start for start, stop in free)
-        self._blocks = [
-            tuple(pieces(window(free, *partition(total, self._size, index)), piece)) for index in range(self._size)
-        ]
+        self._blocks = [tuple(pieces(window(free, *bounds), piece)) for bounds in own_blocks(plan)]
 
     @property
     def steps(self) -> int:
@@ -206,7 +203,7 @@ def reference(
         earlier: The plans that it salvages from, by id.
     """
     mean = torch.empty(plan.length, dtype=torch.float32)
-    if plan.codec == "fp32":
+    if plan.schedule == "ring":
         _reference_ring(plan, inputs, mean)
     else:
         reference_direct(plan, inputs, mean)
@@ -223,9 +220,8 @@ def _reference_ring(plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: tor
     for peer, share, out in zip(plan.members, plan.shares, scaled, strict=True):
         scale(inputs[peer], share, out=out)
     free = tuple(free_parts(plan))
-    total = sum(stop - start for start, stop in free)
-    for index in range(size):
-        for start, stop in window(free, *partition(total, size, index)):
+    for index, bounds in enumerate(own_blocks(plan)):
+        for start, stop in window(free, *bounds):
             mean[start:stop] = scaled[index][start:stop]
             for step in range(1, size):
                 mean[start:stop] += scaled[(index + step) % size][start:stop]

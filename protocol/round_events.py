@@ -22,6 +22,10 @@ class RoundEvent:
     round: int
     attempt: int = 0
     members: tuple[PeerId, ...] = ()
+    schedule: str = ""
+    """How the data travels, see `plan.Schedule`."""
+    blocks: tuple[int, ...] = ()
+    """Elements of which each member is the owner, where that is not as equal as can be."""
     reason: str = ""
 
 
@@ -32,6 +36,8 @@ def attempt_event(plan: Plan, reason: str | None) -> RoundEvent:
         round=plan.revision,
         attempt=plan.attempt,
         members=plan.members,
+        schedule=plan.schedule,
+        blocks=plan.blocks,
         reason=reason or "",
     )
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Hash, Length, Operation, Plan, Rank, Revision, Tag, Weight
+from protocol.rates import UNKNOWN, Rates
 from protocol.salvage import MAX_HOLDINGS, Holding
 from protocol.transport import Address
 from protocol.weights import WeightSignature
@@ -46,6 +47,8 @@ class Ready:
     operation: Operation = "reduce"
     signature: WeightSignature | None = None
     """Over the weight; none if that is 0."""
+    rates: Rates = UNKNOWN
+    """What the member knows about its lines."""
 
 
 @message("round.queued")

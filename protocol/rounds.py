@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from contextlib import AbstractContextManager
 
 import attrs
 import torch
 import trio
 
 from protocol.attempt import Attempt
+from protocol.attempts import Attempts
 from protocol.ballots import Offer
 from protocol.codecs import CodecName, NotFinite
 from protocol.collective import Reduced
@@ -30,11 +31,11 @@ from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
-from protocol.gather_transfer import GatherTransfer
 from protocol.handlers import Handler
 from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
+from protocol.metering import Meter
 from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
 from protocol.results import Results
 from protocol.roster import Roster
@@ -55,8 +56,7 @@ from protocol.round_messages import (
 from protocol.sessions import Line, LocalLine, local_lines
 from protocol.signatures import Signatures
 from protocol.swap import Swap
-from protocol.transfer import RingInbox, Transfer
-from protocol.vectors import VectorPool
+from protocol.transfer import RingInbox
 from protocol.wire import Message
 
 __all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
@@ -86,6 +86,7 @@ class Rounds:
         admits: Whether a peer may contribute at all.
         courtesy: Told when an attempt is going on, so that others can let it go first.
         codec: How values look on the wire. Lossy ones keep what they leave out for the next round.
+        meter: Measures the lines; one for all that goes on at the endpoint.
     """
 
     def __init__(
@@ -103,15 +104,18 @@ class Rounds:
         admits: Callable[[PeerId], bool] = lambda peer: True,
         codec: CodecName = "fp32",
         courtesy: Courtesy | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run_id, tag, settings
         self._roster, self._report = roster, report
         self._max_weight, self._max_block = max_weight, max_block
         self._signatures = Signatures(endpoint.identity, run_id, tag, max_members=max_members, admits=admits)
         self._codec, self._contributor, self._swapper = codec, Contributor(codec), Contributor(codec)
-        self._courtesy = courtesy or Courtesy(lambda: endpoint.bytes_sent)
+        self._meter = meter or Meter(endpoint)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
-        self._vectors = VectorPool()
+        self._carrying = Attempts(
+            endpoint, self._inbox, settings, courtesy or Courtesy(lambda: endpoint.bytes_sent), self._meter
+        )
         self._nursery: trio.Nursery | None = None
         self._tip: int | None = None
         self._digests: dict[int, bytes] = {}
@@ -122,8 +126,6 @@ class Rounds:
         self._heard: tuple[int, PeerId] | None = None
         self._news = trio.Event()
         self._sessions = 0
-        self._transfers = 0
-        self._reducing = 0.0  # seconds that the last ring took
         self.handlers: dict[type, Handler] = {
             Ready: self._on_ready,
             RoundOpen: self._on_open,
@@ -136,6 +138,7 @@ class Rounds:
         """Owns the tasks of all rounds; runs until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._meter.run)
             try:
                 with self._endpoint.serving(self._run, self._tag, self.handlers):
                     task_status.started()
@@ -198,8 +201,15 @@ class Rounds:
     def statistics(self) -> RoundStatistics:
         """What is going on."""
         return RoundStatistics(
-            sessions=self._sessions, parked=self._inbox.parked, transfers=self._transfers, results=len(self._results)
+            sessions=self._sessions,
+            parked=self._inbox.parked,
+            transfers=self._carrying.going_on,
+            results=len(self._results),
         )
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Within the block, bulk data of others than ours is moved: it tells something about our lines, too."""
+        return self._meter.during()
 
     # Taking part.
 
@@ -278,12 +288,7 @@ class Rounds:
         offer = self._offer("exchange", revision, len(values), weight, digest)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
         swap = Swap(agreed.plan, values, encoded, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
-        self._transfers += 1
-        try:
-            with self._courtesy.first():
-                await swap.run()
-        finally:
-            self._transfers -= 1
+        await self._carrying.run(swap)
         self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap
 
@@ -371,7 +376,8 @@ class Rounds:
     async def _attend(self, leadership: Leadership, work: Work, leader: PeerId) -> Reduced | None:
         """One stay with one coordinator; None if we left it for another one."""
         offer, tried = work.offer, sorted(leadership.tried)[:MAX_TRIED]
-        ready = work.ready(leadership.acceptor.promised, tuple(tried))
+        rates = self._meter.rates(self._roster.partners())
+        ready = work.ready(leadership.acceptor.promised, tuple(tried), rates)
         patience = self._times.grace + self._times.slack
         most = offer.length if offer.operation != "gather" else self._max_block * (len(self._roster.partners()) + 1)
         patience += 2 * self._times.attempt(load(offer.operation, most), len(self._roster.partners()) + 1)
@@ -435,30 +441,10 @@ class Rounds:
             self._sessions -= 1
 
     def _begin(self, plan: Plan, work: Work) -> Attempt:
-        attempt = self._attempt(plan, work)
+        attempt = self._carrying.make(plan, work)
         self._attempts[plan.revision] = attempt
-        self._spawn(self._run_attempt, attempt)
+        self._spawn(self._carrying.run, attempt)
         return attempt
-
-    def _attempt(self, plan: Plan, work: Work) -> Attempt:
-        endpoint, inbox, times = self._endpoint, self._inbox, self._times
-        if plan.operation != "reduce":
-            block = work.values if plan.operation == "gather" else torch.empty(0, dtype=torch.uint8)
-            return GatherTransfer(plan, block, endpoint=endpoint, inbox=inbox, times=times)
-        assert work.last is None or isinstance(work.last, Transfer)
-        transfer = partial(Transfer, plan, work.values, endpoint=endpoint, inbox=inbox, times=times)
-        return transfer(encoded=work.encoded, memory=self._vectors, previous=work.last)
-
-    async def _run_attempt(self, attempt: Attempt) -> None:
-        self._transfers += 1
-        started = trio.current_time()
-        try:
-            with self._courtesy.first():
-                await attempt.run()
-            if attempt.complete:
-                self._reducing = trio.current_time() - started
-        finally:
-            self._transfers -= 1
 
     async def _fetch(self, holder: PeerId, revision: int) -> Reduced | None:
         try:
@@ -496,7 +482,7 @@ class Rounds:
                 codec=self._codec,
                 spawn=self._spawn,
                 roster=self._roster,
-                patience=lambda: self._reducing,
+                patience=lambda: self._carrying.reducing,
                 base=lambda: self._digests.get(revision - 1),
                 notify=self._spread_news,
                 aborted=self._report_attempt,

@@ -26,7 +26,7 @@ from protocol.reduction import Reduction
 from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding
-from protocol.vectors import VectorPool
+from protocol.vectors import VectorPool, vector_bytes
 
 MAX_PARKED = 128
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
@@ -145,14 +145,16 @@ class Transfer:
 
     @property
     def segments(self) -> int:
-        """Number of segments that have come in."""
-        return self._ring.received if self._ring is not None and self._ring.plan is self.plan else 0
+        """See `Reduction.standing`."""
+        return self._ring.standing if self._ring is not None and self._ring.plan is self.plan else 0
 
     @property
     def progress(self) -> tuple[int, int]:
         """Segments that have come in, and how many there are."""
         ring = self._ring
-        return self.segments, 0 if ring is None else sum(ring.incoming(place) for place in ring.sources)
+        if ring is None or ring.plan is not self.plan:
+            return 0, 0
+        return ring.received, sum(ring.incoming(place) for place in ring.sources)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -181,7 +183,7 @@ class Transfer:
         """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
         plan, times = self.plan, self._times
         self._begun = True
-        self._scope.deadline = trio.current_time() + times.attempt(plan.length, len(plan.members))
+        self._scope.deadline = trio.current_time() + times.attempt(plan.load, len(plan.members))
         try:
             with self._scope:
                 ring = await self._prepare()
@@ -202,10 +204,11 @@ class Transfer:
             self._ring, self._previous = await self._previous.ended(), None
             await trio.lowlevel.checkpoint_if_cancelled()  # or aborted since that ended
         make: Callable[[], Reduction]
-        if self.plan.codec == "fp32":
+        if self.plan.schedule == "ring":
             make = partial(Ring, self.plan, self._place, self._values, previous=self._ring, memory=self._memory)
         else:
-            make = partial(Direct, self.plan, self._place, self._encoded, previous=self._ring, memory=self._memory)
+            encoded = vector_bytes(self._values.contiguous()) if self.plan.codec == "fp32" else self._encoded
+            make = partial(Direct, self.plan, self._place, encoded, previous=self._ring, memory=self._memory)
         self._ring = None  # its memory is being overwritten: until that is over, it is not certain what we hold
         alone = len(self.plan.members) == 1  # so the whole vector is copied at once
         self._ring = await trio.to_thread.run_sync(make) if alone and self.plan.length >= IN_WORKER else make()
@@ -230,13 +233,13 @@ class Transfer:
     async def _receive(self, ring: Reduction, place: int) -> None:
         peer = self.plan.members[place]
         arrival: _Arrival | None = None
-        read = READ
+        read, stall = READ, self._times.stall + ring.shared / self._times.slowest
         try:
-            with trio.fail_after(self._times.stall):
+            with trio.fail_after(stall):
                 arrival = await self._inbox.take(self.plan.id, peer)
             for _ in range(ring.incoming(place)):
                 target = ring.target(place)
-                read = await self._fill(arrival.stream, target, read)
+                read = await self._fill(arrival.stream, target, read, stall)
                 self.bytes_received += target.nbytes
                 ring.filled(place)
                 self._progress.unpark_all()
@@ -246,7 +249,7 @@ class Transfer:
             with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
-            self._fail(peer, f"nothing came from {peer.short} for {self._times.stall:g} s")
+            self._fail(self.plan.members[ring.suspect(place)], f"nothing came from {peer.short} for {stall:g} s")
             await trio.sleep_forever()
         except ShoalError as error:
             self._fail(peer, str(error))
@@ -255,15 +258,15 @@ class Transfer:
             if arrival is not None:
                 arrival.over.set()
 
-    async def _fill(self, stream: Stream, target: memoryview, read: int) -> int:
+    async def _fill(self, stream: Stream, target: memoryview, read: int, stall: float) -> int:
         """Receives all of a segment, so many bytes at a time; returns how many that should be the next time."""
-        stall, position = self._times.stall, 0
+        position = 0
         while position < len(target):
             began = trio.current_time()
             with trio.fail_after(stall):
                 await stream.receive_into(target[position : position + read])
             position += read
-            quick = trio.current_time() - began < _QUICK * stall
+            quick = trio.current_time() - began < _QUICK * self._times.stall
             read = min(2 * read, _LONGEST_READ) if quick else READ
         return read
 

@@ -17,6 +17,7 @@ MAY_IMPORT = {
 # numbers come in as arguments, and bytes, messages and decisions go out.
 SHELLS = {
     "protocol/attempt.py",
+    "protocol/attempts.py",
     "protocol/blocking.py",
     "protocol/channel.py",
     "protocol/channels.py",
@@ -35,6 +36,7 @@ SHELLS = {
     "protocol/member.py",
     "protocol/memory.py",
     "protocol/mesh.py",
+    "protocol/metering.py",
     "protocol/operation.py",
     "protocol/operations.py",
     "protocol/portmap.py",

@@ -19,6 +19,7 @@ from protocol.coordinator import Candidate, Coordinator, RoundTimes, Send, View
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
 from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, Source
+from protocol.rates import Partner, Rates
 from protocol.round_messages import Propose
 from protocol.salvage import Holding, Span
 from protocol.transport import Address
@@ -266,7 +267,8 @@ def _tell(
             weight, length = choices.of((0.0, 1.0, 1e15)), choices.of((4, 4, 4, 0, 2**40))
             base = choices.of((bytes(32), bytes(32), b"1" * 32))
             tried, holdings = frozenset(peers[: choices.number(2)]), _holdings(choices, core, peers)
-            core.ready(peer, Candidate(weight, length, base, tried, holdings), ballot)
+            rates = _rates(choices, peers)
+            core.ready(peer, Candidate(weight, length, base, tried, holdings, rates=rates), ballot)
         case 3:
             core.gone(peer)
         case 4:
@@ -301,6 +303,22 @@ def _holdings(choices: Choices, core: Coordinator, peers: list[PeerId]) -> tuple
         spans = tuple(Span(choices.number(5), choices.number(5)) for _ in range(choices.number(3)))
         holdings.append(Holding(source, spans))
     return tuple(holdings)
+
+
+def _rates(choices: Choices, peers: list[PeerId]) -> Rates:
+    """What a member might say about its lines and the ways to others, itself and strangers among them."""
+    numbers = (0, 1, 10**6, 2**40)
+    partners = (
+        Partner(
+            choices.of((*peers, PeerId(b"s" * 32))),
+            choices.of(numbers),
+            choices.of(numbers),
+            choices.of((0, 50_000, 10**8)),
+            choices.one_in(2),
+        )
+        for _ in range(choices.number(3))
+    )
+    return Rates(choices.of(numbers), choices.of(numbers), tuple(partners))
 
 
 def _ballot(choices: Choices, peers: list[PeerId]) -> Ballot:
@@ -350,4 +368,5 @@ def _plan(choices: Choices, peers: list[PeerId]) -> Plan:
         members=members,
         weights=tuple(choices.of((1.0, 1.0, 0.0, 11.0)) for _ in members),
         length=choices.of((4, 4, 5)),
+        schedule=choices.of(("ring", "direct")),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import attrs
 import pytest
 import trio
 
+from protocol.codecs import block_of
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import IdentityInUse
 from protocol.identity import Identity
@@ -31,6 +33,21 @@ class Node:
     async def stop(self):
         self.scope.cancel()
         await self.stopped.wait()
+
+
+@pytest.fixture(scope="session")
+def unequal():
+    """A plan as another one, but that its members own parts of any size, mostly. Takes a source of randomness."""
+
+    def cut(plan, random):
+        if not random.randrange(4):
+            return attrs.evolve(plan, blocks=())
+        unit = block_of(plan.codec)
+        units = -(-plan.free // unit)
+        cuts = sorted(min(random.randint(0, units) * unit, plan.free) for _ in plan.members[1:])
+        return attrs.evolve(plan, blocks=tuple(b - a for a, b in itertools.pairwise([0, *cuts, plan.free])))
+
+    return cut
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def make_plan(weights: list[float], length: int, codec: str) -> Plan:
         weights=tuple(weights),
         length=length,
         codec=codec,
+        schedule="direct",
     )
 
 
@@ -72,13 +73,16 @@ def begin(plan: Plan, inputs: dict[PeerId, torch.Tensor], kept: dict[PeerId, Dir
     ]
 
 
-def move(parts: list[Direct], random, steps: int) -> int:
-    """Lets members send and receive in random order, so many times at most; returns how many bytes were sent."""
+def move(parts: list[Direct], random, steps: int, silent: int | None = None) -> int:
+    """Lets members send and receive in random order, so many times at most; returns how many bytes were sent.
+
+    The member at the place `silent` sends nothing.
+    """
     sent = {(place, sink): 0 for place, part in enumerate(parts) for sink in part.sinks}
     wires: dict[tuple[int, int], list[bytes]] = {way: [] for way in sent}
     total = 0
     for _ in range(steps):
-        moves = [(True, way) for way in sent if sent[way] < parts[way[0]].sendable(way[1])]
+        moves = [(True, way) for way in sent if way[0] != silent and sent[way] < parts[way[0]].sendable(way[1])]
         moves += [(False, way) for way, wire in wires.items() if wire]
         if not moves:
             break
@@ -102,8 +106,8 @@ def move(parts: list[Direct], random, steps: int) -> int:
     length=LENGTHS,
     data=st.data(),
 )
-def test_all_members_end_with_the_bits_of_the_reference(codec, weights, length, data):
-    plan = make_plan(weights, length, codec)
+def test_all_members_end_with_the_bits_of_the_reference(unequal, codec, weights, length, data):
+    plan = unequal(make_plan(weights, length, codec), data.draw(st.randoms(use_true_random=False)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     inputs = {peer: torch.randn(length, generator=generator) for peer in plan.members}
     parts = begin(plan, inputs, {})
@@ -133,10 +137,10 @@ def test_as_many_bytes_as_around_a_ring_but_shorter(codec, most, rng):
 
 @settings(deadline=None)
 @given(codec=st.sampled_from(CODECS), size=st.integers(2, 5), length=LENGTHS, data=st.data())
-def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(codec, size, length, data):
+def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(unequal, codec, size, length, data):
     """Members are lost one after the other, each at any moment of an attempt; the last attempt is complete."""
     random = data.draw(st.randoms(use_true_random=False))
-    plan = make_plan([random.choice([0.0, 1.0, 2.5]) for _ in range(size)], length, codec)
+    plan = unequal(make_plan([random.choice([0.0, 1.0, 2.5]) for _ in range(size)], length, codec), random)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     inputs = {peer: torch.randn(length, generator=generator) for peer in plan.members}
     weights = dict(zip(plan.members, plan.weights, strict=True))
@@ -160,9 +164,28 @@ def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(codec, size, length
             weights=tuple(weights[peer] for peer in members),
             sources=sources,
             salvaged=salvaged,
+            blocks=(),
         )
+        plan = unequal(plan, random)
         plans[plan.id] = plan
     assert {bits(part.mean) for part in parts} == {bits(expected_mean(plan, inputs, plans))}
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=5),
+    length=st.sampled_from([1, 2, 256, 1000]),
+    codec=st.sampled_from(["fp32", "int8"]),
+    data=st.data(),
+)
+def test_nobody_has_the_result_before_all_have_begun(unequal, weights, length, codec, data):
+    """Also if one owns nothing and brings nothing: ballots rely on it."""
+    random = data.draw(st.randoms(use_true_random=False))
+    plan = unequal(make_plan(weights, length, codec), random)
+    parts = begin(plan, dict.fromkeys(plan.members, torch.ones(length)), {})
+    silent = random.randrange(len(weights))
+    move(parts, random, 10**6, silent)
+    assert not any(part.complete for place, part in enumerate(parts) if place != silent)
 
 
 def test_who_sends_a_bad_contribution_is_blamed_though_others_come_later():

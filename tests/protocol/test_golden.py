@@ -27,6 +27,7 @@ from protocol.noise import Handshake
 from protocol.pairs import swap_id
 from protocol.pieces import Piece
 from protocol.plan import NO_BALLOT, Ballot, Plan, Salvaged, Source
+from protocol.rates import Partner, Rates
 from protocol.records import RecordWriter
 from protocol.salvage import Holding, Span
 from protocol.transport import Address
@@ -52,6 +53,8 @@ PLAN = Plan(
 )
 SOURCE = Source(ONES, (BOB,), (1.0,))
 SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
+UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
+RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True),))
 GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
@@ -85,12 +88,17 @@ MESSAGES = {
     dht.Fetch(ONES, b""): "93 a96468742e6665746368 c420 11*32 c400",
     dht.Fetched((COPY,), True): "93 ab6468742e66657463686564 91 92 c406 7265636f7264 cb3ff8000000000000 c3",
     round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (BOB,)): (
-        "9c ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c0"
+        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c0 93 00 00 90"
     ),
     round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,), signature=SIGNATURE): (
-        "9c ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c460 73*96"
+        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c460 73*96 "
+        "93 00 00 90"
+    ),
+    round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (), rates=RATES): (
+        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 95 c420 bb*32 00 cd012c cdc350 c3"
     ),
     round_messages.Queued(): "91 ac726f756e642e717565756564",
     round_messages.Redirect(BOB, (HOME,)): (
@@ -99,20 +107,25 @@ MESSAGES = {
     round_messages.Ahead(300, BOB): "93 ab726f756e642e6168656164 cd012c c420 bb*32",
     round_messages.Forked(TWOS): "92 ac726f756e642e666f726b6564 c420 22*32",
     round_messages.Propose(PLAN): (
-        "92 ad726f756e642e70726f706f7365 dc0010 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
-        "92 c460 73*96 c460 73*96"
+        "92 c460 73*96 c460 73*96 a472696e67 90"
     ),
     round_messages.Propose(SALVAGING): (
-        "92 ad726f756e642e70726f706f7365 dc0010 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 "
         "91 93 c420 11*32 91 c420 bb*32 91 cb3ff0000000000000 91 94 05 cd012c 00 92 00 01 a6726564756365 90 "
-        "92 c460 73*96 c460 73*96"
+        "92 c460 73*96 c460 73*96 a472696e67 90"
     ),
     round_messages.Propose(GATHERING): (
-        "92 ad726f756e642e70726f706f7365 dc0010 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb0000000000000000 05 c420 22*32 a0 a466703332 90 90 a6676174686572 92 05 00 "
-        "91 c460 73*96"
+        "91 c460 73*96 a472696e67 90"
+    ),
+    round_messages.Propose(UNEQUAL): (
+        "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
+        "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
+        "92 c460 73*96 c460 73*96 a6646972656374 92 00 ce000f4240"
     ),
     round_messages.Halt(BALLOT): "92 aa726f756e642e68616c74 93 02 01 c420 aa*32",
     round_messages.Halted(BALLOT, (Holding(SOURCE, (Span(5, 300),)),)): (
@@ -141,9 +154,9 @@ MESSAGES = {
     round_messages.GatherBlock(1): "92 ac6761746865722e626c6f636b 01",
     round_messages.FetchResult(ONES, "", 300): "94 ab726f756e642e6665746368 c420 11*32 a0 cd012c",
     round_messages.Result(PLAN): (
-        "92 ac726f756e642e726573756c74 dc0010 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
+        "92 ac726f756e642e726573756c74 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 92 "
         "cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
-        "92 c460 73*96 c460 73*96"
+        "92 c460 73*96 c460 73*96 a472696e67 90"
     ),
     membership.Hello(
         ONES, membership.StatusClaim(1, None, False)
@@ -241,10 +254,11 @@ def test_records_of_the_dht():
 
 
 def test_plan_ids():
-    assert PLAN.id.hex() == "6002aa91b395d279d5577a6d0c9496043b1638bef467c02b8d286fd23439f6e7"
-    assert attrs.evolve(PLAN, tag="tag").id.hex() == "b55027fe94a4567bbe5bd5eb00112da25b447ce2f6c104b6aee16ca8ebc89b95"
-    assert GATHERING.id.hex() == "dad1f13bbdca593526751c2150d2f1d3d415dafb74db3a2f2f44d7d94b76511d"
-    assert swap_id(PLAN).hex() == "0dfabd07845ce72512d223557967a2051c097cdb739520fff632e02ef28d94cf"
+    assert PLAN.id.hex() == "867dd5b9bcdcc7eca3960a7cc372f15bbe0d1fccf9bdcf84692b0903bd432206"
+    assert attrs.evolve(PLAN, tag="tag").id.hex() == "ff50c9aa8d51a2da84dd8ac6d7228971db4134533f21a4ab726d372fbda88db9"
+    assert GATHERING.id.hex() == "102611a02160eb0305737c1e3df7412d0b788585280d7e17e01f84dd9692d777"
+    assert UNEQUAL.id.hex() == "b3a48dfeb2a50fbfefbea1bf5bc56d22d2dd815d0b16b030a011854d4f379577"
+    assert swap_id(PLAN).hex() == "93a417fa0e79f88c01bf8f844e3f8d8bb9685741f461838146476d78d1e4d9b0"
 
 
 def test_handshake_and_records_with_fixed_keys():

@@ -47,6 +47,7 @@ def test_id_is_that_of_the_documented_encoding():
     encoding += struct.pack(">II", 1, 0) + bytes(peer(1)) + struct.pack(">I", 2) + members
     encoding += struct.pack(">dd", 1.0, 3.0) + struct.pack(">QH", 10, 4) + b"fp32"
     encoding += struct.pack(">H", 6) + b"reduce" + struct.pack(">I", 0)
+    encoding += struct.pack(">H", 4) + b"ring" + struct.pack(">I", 0)
     assert plan().id == hashlib.sha256(encoding + bytes(4)).digest()
     encoding += struct.pack(">I", 1) + bytes(range(32)) + struct.pack(">I", 1) + bytes(peer(3)) + struct.pack(">d", 2.0)
     encoding += struct.pack(">QQII", 4, 9, 0, 2) + struct.pack(">II", 0, 1)
@@ -91,6 +92,8 @@ CHANGES = {
     "length": 11,
     "sources": (SOURCE,),
     "operation": "exchange",
+    "schedule": "direct",
+    "blocks": (10, 0),
 }
 
 
@@ -101,6 +104,47 @@ def test_id_depends_on_every_field(field):
 
 def test_every_field_is_covered_by_the_test_above():
     assert {field.name for field in attrs.fields(Plan)} == {*CHANGES, "codec", "salvaged", "sizes", "signatures"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "ring", "codec": "int8"},
+        {"schedule": "direct", "operation": "exchange"},
+        {"schedule": "direct", "operation": "gather", "sizes": (5, 5)},
+    ],
+)
+def test_impossible_schedules_are_refused(changes):
+    with pytest.raises(ValueError, match=r"ring|owners"):
+        plan(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"blocks": (10,)},
+        {"blocks": (5, 4)},
+        {"blocks": (5, 5, 0)},
+        {"blocks": (5, 5), "operation": "exchange"},
+        {"blocks": (5, 5), "codec": "int8"},
+        {"blocks": (5, 5), "sources": (SOURCE,), "salvaged": (Salvaged(4, 9, 0, (0, 1)),)},
+    ],
+)
+def test_impossible_blocks_are_refused(changes):
+    with pytest.raises(ValueError, match=r"blocks? "):
+        plan(**changes)
+
+
+def test_blocks_are_of_what_is_reduced_and_of_any_size():
+    assert plan(blocks=(0, 10)).blocks == (0, 10)
+    assert plan(blocks=(1, 4), sources=(SOURCE,), salvaged=(Salvaged(4, 9, 0, (0, 1)),)).free == 5
+    assert plan(blocks=(256, 44), length=300, codec="int8").schedule == "direct"
+    assert plan(blocks=(0, 300), length=300, codec="int8").load == 300
+
+
+def test_who_owns_much_has_more_time():
+    members = tuple(peer(number) for number in range(6))
+    assert plan(members=members, weights=(1.0,) * 6, length=100, blocks=(0, 0, 100, 0, 0, 0)).load == 250
 
 
 def test_id_depends_on_what_is_salvaged():

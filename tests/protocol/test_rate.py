@@ -5,6 +5,22 @@ import pytest
 from protocol.rate import Quota, TokenBucket
 
 
+@pytest.mark.parametrize("rate", [3e4, 1e6])
+def test_those_who_wait_take_turns_whoever_looks_first(rate):
+    """Else whoever happens to be woken first could take all, again and again."""
+    bucket, now = TokenBucket(rate), 0.0
+    bucket.spend(200_000, now)
+    served = dict.fromkeys("abcde", 0)
+    for _ in range(1000):
+        now += 0.01
+        for who in served:  # always in the same order
+            if not bucket.delay(now, who):
+                bucket.spend(max(1, bucket.level(now)), now, who)
+                served[who] += 1
+    bucket.leave("e")
+    assert min(served.values()) >= max(1, max(served.values()) - 1)
+
+
 def test_a_rate_is_kept_over_time():
     bucket = TokenBucket(1e6)
     now = sent = 0.0

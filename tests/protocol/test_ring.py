@@ -109,12 +109,12 @@ def test_every_element_is_received_twice_but_for_the_ends_of_its_chain(length, s
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
-def test_all_members_end_with_the_bits_of_the_reference(weights, length, piece, seed, data):
+def test_all_members_end_with_the_bits_of_the_reference(unequal, weights, length, piece, seed, data):
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(length, generator=generator) for _ in weights]
     before = [values.clone() for values in inputs]
-    plan = make_plan(weights, length)
     random = data.draw(st.randoms(use_true_random=False))
+    plan = unequal(make_plan(weights, length), random)
     means = run_ring(plan, inputs, piece, random.choice)
     expected = reference(plan, dict(zip(plan.members, inputs, strict=True)))
     for mean in means:
@@ -130,10 +130,10 @@ def test_all_members_end_with_the_bits_of_the_reference(weights, length, piece, 
 
 @settings(deadline=None, max_examples=300)
 @given(size=st.integers(2, 6), length=st.integers(0, 40), piece=st.integers(1, 9), data=st.data())
-def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(size, length, piece, data):
+def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(unequal, size, length, piece, data):
     """Members are lost one after the other, each at any moment of an attempt; the last attempt is complete."""
     random = data.draw(st.randoms(use_true_random=False))
-    plan = make_plan([random.choice([0.0, 1.0, 2.5]) for _ in range(size)], length)
+    plan = unequal(make_plan([random.choice([0.0, 1.0, 2.5]) for _ in range(size)], length), random)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     inputs = {peer: torch.randn(length, generator=generator) for peer in plan.members}
     plans, kept = {plan.id: plan}, {}
@@ -162,7 +162,9 @@ def test_what_an_attempt_has_reduced_is_salvaged_by_the_next(size, length, piece
             weights=tuple(weights[peer] for peer in members),
             sources=sources,
             salvaged=salvaged,
+            blocks=(),
         )
+        plan = unequal(plan, random)
         plans[plan.id] = plan
     expected = bytes(vector_bytes(reference(plan, inputs, plans)))
     assert {bytes(vector_bytes(ring.mean)) for ring in rings.values()} == {expected}

@@ -223,7 +223,7 @@ async def test_who_accepts_and_then_does_nothing_is_left_out(autojump_clock, swa
         culprit = swarm.peers[number]
         others = [peer for peer in swarm.peers if peer is not culprit]
         rounds = await culprit.collective._channels.get("", None)
-        rounds._run_attempt = lie_still
+        rounds._carrying.run = lie_still
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swarm.together, CALLS[operation], [culprit])
             outcomes = await swarm.together(CALLS[operation], others)

@@ -7,12 +7,14 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
+from unittest import mock
 
+import attrs
 import pytest
 import torch
 import trio
 
-from protocol.codecs import CodecName, make_codec
+from protocol.codecs import CodecName, block_of, make_codec
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
@@ -21,6 +23,7 @@ from protocol.identity import Identity, PeerId
 from protocol.member import Work
 from protocol.memory import MemoryNetwork
 from protocol.plan import Plan
+from protocol.planner import Lines, scheduled
 from protocol.ring import reference
 from protocol.round_messages import RingData
 from protocol.rounds import RoundEvent, Rounds
@@ -209,7 +212,7 @@ class Peer:
                 endpoint=self.endpoint,
                 inbox=self.rounds._inbox,
                 times=self.swarm.times,
-                memory=self.rounds._vectors,
+                memory=self.rounds._carrying.vectors,
                 previous=work.last,
             )
 
@@ -264,8 +267,10 @@ class Swarm:
         bandwidth: float | None = None,
         times: RoundTimes = TIMES,
         codec: CodecName = "fp32",
+        schedule: str = "",
     ) -> None:
-        self.run_id, self.codec = RUN, codec
+        self.run_id, self.codec, self.schedule = RUN, codec, schedule
+        self._chance = random.Random(f"{seed}/plans")
         self.seed, self.length, self.times = seed, length, times
         self.network = MemoryNetwork(latency=latency, bandwidth=bandwidth)
         self.begin = trio.Event()
@@ -278,6 +283,22 @@ class Swarm:
         """What everybody has brought to the rounds of each branch."""
         self.last: int | None = None
         """The last revision that peers make; afterwards they rest."""
+
+    def scheduled(self, plan: Plan, lines: Lines) -> Plan:
+        """What coordinators make of a plan: what the planner says, or as this swarm was told."""
+        if not self.schedule:
+            return scheduled(plan, lines)
+        chosen = self._chance.choice(["ring", "direct"]) if self.schedule == "any" else self.schedule
+        if plan.codec != "fp32":
+            chosen = "direct"
+        blocks = ()
+        if self.schedule == "any" and self._chance.random() < 0.6:
+            unit = block_of(self.codec)
+            cuts = sorted(
+                min(unit * self._chance.randint(0, -(-plan.free // unit)), plan.free) for _ in plan.members[1:]
+            )
+            blocks = tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, plan.free]))
+        return attrs.evolve(plan, schedule=chosen, blocks=blocks)
 
     def by_id(self, peer: PeerId) -> Peer:
         return next(candidate for candidate in self.peers if candidate.id == peer)
@@ -367,11 +388,12 @@ def bits(values: torch.Tensor) -> bytes:
 async def running_swarm(count: int, *, train: bool = True, **options):
     """A swarm whose peers run; everything has ended, and nothing hangs, when the block is left.
 
-    Without `train`, the peers are connected and take part in nothing by themselves.
+    Without `train`, the peers are connected and take part in nothing by themselves. With a `schedule`, all plans have
+    that one; with "any", this or that, and members own parts of any size.
     """
     swarm = Swarm(count, **options)
     trio._core._run._r.seed(swarm.seed)  # the order of tasks; importing hypothesis makes trio respect it
-    with trio.fail_after(3600):
+    with trio.fail_after(3600), mock.patch("protocol.coordinator.scheduled", swarm.scheduled):
         async with trio.open_nursery() as nursery:
             await swarm.start(nursery)
             if train:

@@ -72,7 +72,7 @@ async def test_whatever_happens(autojump_clock, swarm_of, seed, codec):
     rng = random.Random(seed)
     with seed_on_failure(seed):
         length = rng.choice([1, 2, 7, 40]) * (1 if codec == "fp32" else 100)
-        async with swarm_of(rng.randint(2, 6), seed=seed, length=length, codec=codec) as swarm:
+        async with swarm_of(rng.randint(2, 6), seed=seed, length=length, codec=codec, schedule="any") as swarm:
             chaos = Chaos(swarm, rng)
             try:
                 await chaos.run(faults=rng.randint(1, 8))

@@ -68,7 +68,7 @@ async def test_one_is_killed(autojump_clock, swarm_of, victim, phase):
 @pytest.mark.parametrize("victim", ["coordinator", "member"])
 async def test_what_was_reduced_before_a_death_is_not_reduced_again(autojump_clock, swarm_of, victim, wait, kept):
     """The ring takes 1.7 s, of which the second half passes on what is reduced."""
-    async with swarm_of(4, length=8000, bandwidth=40_000) as swarm:
+    async with swarm_of(4, length=8000, bandwidth=40_000, schedule="ring") as swarm:
         await swarm.progress(1, within=30)
         dead = ranked(swarm, 2)[RUN_ORDER.index(victim)]
         for peer in swarm.peers:
@@ -126,11 +126,33 @@ async def test_one_is_frozen_and_thaws(autojump_clock, swarm_of, victim, phase):
         swarm.check()
 
 
+@pytest.mark.parametrize("segments", [0, 1])
+@pytest.mark.parametrize("victim", RUN_ORDER)
+async def test_one_sends_nothing_to_the_owners_though_it_is_alive(autojump_clock, swarm_of, victim, segments):
+    """Every owner waits for its values, and all wait for the owners: those who know whose values lack are believed."""
+    async with swarm_of(4, length=40, schedule="direct") as swarm:
+        culprit = ranked(swarm, 2)[RUN_ORDER.index(victim)]
+        await swarm.progress(1, within=15)
+        healthy = culprit.jam_ring(after=segments)
+        await swarm.progress(2, within=40)
+        result = swarm.peers[0].results[2]
+        if segments:  # the culprit has all then, and gives it to the others
+            assert result.plan.attempt == 1
+            assert len(result.contributors) == 4
+        else:
+            assert set(result.contributors) == {peer.id for peer in swarm.peers} - {culprit.id}
+            assert result.plan.attempt == (3 if victim == "coordinator" else 2)
+        healthy()
+        last = max(peer.revision for peer in swarm.peers) + 8
+        await swarm.progress(last, within=190)
+        swarm.check()
+
+
 @pytest.mark.parametrize("segments", [0, 1, 2, 4])
 @pytest.mark.parametrize("victim", RUN_ORDER)
 async def test_one_sends_nothing_though_it_is_alive(autojump_clock, swarm_of, victim, segments):
     """The culprit is found although in the end everybody waits for a neighbour, the culprit included."""
-    async with swarm_of(4) as swarm:
+    async with swarm_of(4, schedule="ring") as swarm:
         culprit = ranked(swarm, 2)[RUN_ORDER.index(victim)]
         await swarm.progress(1, within=15)
         healthy = culprit.jam_ring(after=segments)
