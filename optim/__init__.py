@@ -1,8 +1,23 @@
 """Low-communication optimizers, each a recipe of a few small parts."""
 
+from optim.everystep import GradientOptimizer
 from optim.flat import FlatParameters
-from optim.outer import DiLoCo, LowCommunicationOptimizer
-from optim.recipe import Recipe
+from optim.local import LocalSwarm
+from optim.loops import DiLoCo
+from optim.methods import gradient_recipe, recipe
+from optim.optimizer import LowCommunicationOptimizer
+from optim.recipe import GradientRecipe, Recipe
 from optim.state import OuterState
 
-__all__ = ["DiLoCo", "FlatParameters", "LowCommunicationOptimizer", "OuterState", "Recipe"]
+__all__ = [
+    "DiLoCo",
+    "FlatParameters",
+    "GradientOptimizer",
+    "GradientRecipe",
+    "LocalSwarm",
+    "LowCommunicationOptimizer",
+    "OuterState",
+    "Recipe",
+    "gradient_recipe",
+    "recipe",
+]

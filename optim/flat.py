@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -19,6 +19,46 @@ class Slice:
     shape: torch.Size
     start: int
     stop: int
+
+
+@attrs.frozen
+class Selection:
+    """Some of the tensors of a flat vector, and how they make a vector of their own."""
+
+    places: tuple[int, ...]
+    """Which of them, in order."""
+    layout: tuple[Slice, ...] = attrs.field(eq=False)
+    """Where they lie in the selection."""
+    _spans: tuple[tuple[int, int], ...] = attrs.field(eq=False)  # where they lie in the whole vector
+    _whole: bool = attrs.field(eq=False)
+
+    def take(self, flat: torch.Tensor) -> torch.Tensor:
+        """The selected values. If all are selected, `flat` itself."""
+        if self._whole:
+            return flat
+        return torch.cat([flat[start:stop] for start, stop in self._spans])
+
+    def put(self, flat: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """A vector like `flat` with these in their places. If all are selected, `values` itself."""
+        if self._whole:
+            return values
+        changed = flat.clone()
+        parts = torch.split(values, [stop - start for start, stop in self._spans])
+        for (start, stop), part in zip(self._spans, parts, strict=True):
+            changed[start:stop] = part
+        return changed
+
+
+def select(slices: Sequence[Slice], places: Iterable[int]) -> Selection:
+    """The tensors at these places."""
+    chosen = tuple(places)
+    layout, at = [], 0
+    for place in chosen:
+        size = slices[place].stop - slices[place].start
+        layout.append(attrs.evolve(slices[place], start=at, stop=at + size))
+        at += size
+    spans = tuple((slices[place].start, slices[place].stop) for place in chosen)
+    return Selection(chosen, tuple(layout), spans, chosen == tuple(range(len(slices))))
 
 
 class FlatParameters:
@@ -62,6 +102,21 @@ class FlatParameters:
         """Copies values into the model, rounding them to its parameters' number formats."""
         for name, values in self.scatter(flat).items():
             self._parameters[name].copy_(values)
+
+    def read_gradient(self) -> torch.Tensor:
+        """A copy of the gradients, as of the values; zeros where there is none."""
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        none = torch.zeros(())
+        return self.gather({name: none if gradient is None else gradient for name, gradient in gradients.items()})
+
+    @torch.no_grad()
+    def write_gradient(self, flat: torch.Tensor) -> None:
+        """Copies values into the gradients."""
+        for name, values in self.scatter(flat).items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(values)
 
     def rounded(self, flat: torch.Tensor) -> torch.Tensor:
         """The values that `read` would return after a `write`. For fp32 models that is `flat` itself."""

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Mapping
-
 import attrs
-import torch
 
+from optim.feedback import Forget
+from optim.finalizers import Keep
+from optim.fragments import Whole
+from optim.merges import Replace
+from optim.mixers import RingMean
+from optim.payloads import Gradient, PseudoGradient
 from optim.slots import (
-    ByTokens,
-    Compressor,
-    FixedSteps,
-    Identity,
+    Feedback,
+    Finalizer,
+    Fragmenter,
     Merge,
-    Nesterov,
+    Mixer,
     OuterOptimizer,
     Payload,
-    PseudoGradient,
-    Replace,
     SyncPolicy,
     Weighting,
 )
-from optim.state import OuterState
-from protocol.errors import SettingsError
+from optim.weightings import ByTokens
 
 
 @attrs.frozen(kw_only=True)
@@ -32,51 +29,28 @@ class Recipe:
     """One part for each slot. Peers average together only if their recipes are equal."""
 
     policy: SyncPolicy
+    fragmenter: Fragmenter = attrs.field(factory=Whole)
     payload: Payload = attrs.field(factory=PseudoGradient)
-    compressor: Compressor = attrs.field(factory=Identity)
+    feedback: Feedback = attrs.field(factory=Forget)
     weighting: Weighting = attrs.field(factory=ByTokens)
+    mixer: Mixer = attrs.field(factory=RingMean)
     outer: OuterOptimizer
     merge: Merge = attrs.field(factory=Replace)
-
-    def message(self, anchor: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-        """What a peer hands to the collective (see `Payload.take` for the arguments)."""
-        return self.compressor.encode(self.payload.take(anchor, inner))
-
-    def step(self, state: OuterState, mean: torch.Tensor) -> OuterState:
-        """The next outer state, from the mean of the peers' messages. Pure, and the same bits on every processor."""
-        return self.outer.step(state, self.compressor.decode(mean))
+    finalizer: Finalizer = attrs.field(factory=Keep)
+    shared: bool = True
+    """Whether all peers have the same outer state: else each has its own, and the finalizer makes one of them."""
 
 
-def diloco(*, inner_steps: int = 500, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> Recipe:
-    """DiLoCo (Douillard et al., arXiv 2311.08105): local AdamW, then Nesterov on the mean pseudo-gradient.
+@attrs.frozen(kw_only=True)
+class GradientRecipe:
+    """A method that exchanges something in every step, before the inner optimizer takes it.
 
-    A run of few rounds wants less momentum: 0.9 remembers about ten rounds and ends up moving seven times the mean
-    pseudo-gradient, which needs some fifty rounds to pay off; below that, 0.5 is a good choice.
+    The inner optimizer then steps with what came of the exchange, in place of the gradient.
     """
-    return Recipe(policy=FixedSteps(inner_steps), outer=Nesterov(lr=outer_lr, momentum=outer_momentum))
 
-
-RECIPES: Mapping[str, Callable[..., Recipe]] = {"diloco": diloco}
-
-
-def recipe(name: str, **constants: float) -> Recipe:
-    """The recipe called `name`, with its constants; those left out take the recipe's defaults.
-
-    Raises:
-        SettingsError: No such recipe, a constant that it does not have, or a value that cannot work.
-    """
-    if name not in RECIPES:
-        raise SettingsError(f"there is no algorithm {name!r}", hint=_suggest(name, RECIPES))
-    known = inspect.signature(RECIPES[name]).parameters
-    for constant in constants:
-        if constant not in known:
-            raise SettingsError(f"{name} has no setting {constant!r}", hint=_suggest(constant, known))
-    try:
-        return RECIPES[name](**constants)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"{name} cannot work with {constants}: {error.args[0]}") from error
-
-
-def _suggest(word: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
+    payload: Payload = attrs.field(factory=Gradient)
+    feedback: Feedback = attrs.field(factory=Forget)
+    weighting: Weighting = attrs.field(factory=ByTokens)
+    mixer: Mixer = attrs.field(factory=RingMean)
+    sign: bool = False
+    """Whether the inner optimizer is given only the signs of the result."""

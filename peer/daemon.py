@@ -66,10 +66,10 @@ from protocol.transport import Address, Transport
 BOOK_PERIOD = 1.0
 """Seconds between two writes of the address book, at least."""
 
-MEMORY_PER_PARAMETER = 96
+MEMORY_PER_PARAMETER = 104
 """Bytes. For good: local parameters, gradients, two moments, the copy under evaluation, the round's anchor (24); outer
-parameters and momentum of two states (16); three results (12). For a moment: a contribution and the ring's buffer (8),
-or the next state and the tensors that a checkpoint is written from (up to 36)."""
+parameters and momentum of three states (24); three results (12). For a moment: a contribution and the ring's buffer
+(8), or the next state and the tensors that a checkpoint is written from (up to 36)."""
 
 MEMBERS_PERIOD = 1.0
 """Seconds between two looks at the members for the status."""

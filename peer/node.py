@@ -22,7 +22,7 @@ from peer.history import History, Rules
 from peer.membership import Member, Membership
 from peer.settings import Settings
 from peer.state import CommittedState
-from peer.sync import Donor, SyncFailed, fetch_history, fetch_state
+from peer.sync import Donor, Partial, SyncFailed, fetch_history, fetch_state
 from peer.trainer import StepInfo, Trainer
 from protocol.collective import Reduced
 from protocol.endpoint import Endpoint
@@ -82,6 +82,7 @@ class Node:
     compute: Compute = in_worker_thread
     linger: float = 0.0
     """Seconds to stay after the last round at least, for newcomers."""
+    _partial: Partial = attrs.field(factory=Partial, init=False)
 
     async def run(self, local: Checkpoint | None, *, founding: int | None) -> None:
         """Finds the state and trains to the last round, or until cancelled.
@@ -234,9 +235,10 @@ class Node:
 
     async def _commit(self, state: CommittedState, reduced: Reduced, *, fetched: bool = False) -> CommittedState:
         """Takes the outer step that a round's result asks for. `fetched`: others have made the result."""
-        outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean)
+        outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean, state.header.revision + 1)
         committed = await self.compute(_committed, state, outer, reduced)
         await self._stand_at(committed, active=True)
+        self._partial.clear()  # nearly all of it has changed meanwhile
         self.events.emit(
             "round_committed",
             round=committed.header.revision,
@@ -302,6 +304,7 @@ class Node:
                         elements=self.trainer.flat.length,
                         buffers=self.trainer.buffers,
                         progress=count,
+                        earlier=self._partial,
                     )
             except SyncFailed as error:
                 self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))

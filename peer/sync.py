@@ -9,8 +9,8 @@ has asked for the history of the state: see `peer.history`.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated
@@ -38,7 +38,17 @@ Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
 
 KEPT_STATES = 2
-"""Committed states that a donor keeps, so that a fetch survives the donor's next commit."""
+"""Committed states that a donor keeps, so that a fetch survives the donor's next commit. Beyond these it keeps one
+that is being fetched: on a slow link that takes longer than a few rounds, and would have to begin anew each time."""
+
+IN_USE = 10.0
+"""Seconds since a state was last asked for in which it counts as being fetched."""
+
+IN_FLIGHT = 4
+"""Ranges that are asked of one donor at a time, at most, so that its link is not idle for round trips after each."""
+
+QUICK = 1.0
+"""Seconds; after each range that takes less, one more is asked for at once. On slow links they wait for each other."""
 
 SLOW = 5.0
 """Seconds after which a donor that has nothing else to do is asked for what another donor has not delivered yet."""
@@ -147,7 +157,9 @@ class Donor:
         self._measuring = measuring
         self.served = -math.inf
         """When a state, or a part of one, was asked for last, on trio's clock."""
-        self._states: deque[CommittedState] = deque(maxlen=KEPT_STATES)
+        self._states: list[CommittedState] = []
+        self._used: dict[bytes, float] = {}  # when, by digest
+        self._serving: Counter[bytes] = Counter()  # ranges, by digest
         endpoint.handle(ManifestRequest, self._on_manifest)
         endpoint.handle(HistoryRequest, self._on_history)
         endpoint.handle(DescribeRequest, self._on_describe)
@@ -155,8 +167,17 @@ class Donor:
 
     def offer(self, state: CommittedState) -> None:
         """Makes a committed state available to others."""
-        if all(kept.header.digest != state.header.digest for kept in self._states):
-            self._states.append(state)
+        if any(kept.header.digest == state.header.digest for kept in self._states):
+            return
+        states = [*self._states, state]
+        old = [kept for kept in states[:-KEPT_STATES] if self._in_use(kept.header.digest)]
+        self._states = old[:1] + states[-KEPT_STATES:]
+        kept = {state.header.digest for state in self._states}
+        self._used = {digest: when for digest, when in self._used.items() if digest in kept}
+
+    def _in_use(self, digest: bytes) -> bool:
+        used = self._used.get(digest, -math.inf)
+        return self._serving[digest] > 0 or trio.current_time() - used < IN_USE
 
     def _find(self, request: HistoryRequest | DescribeRequest | RangeRequest, peer: PeerId) -> CommittedState:
         _check_run(request.run, self._run)
@@ -164,7 +185,7 @@ class Donor:
             raise RequestRefused("states are for members: say hello first", code="not_a_member")
         for state in self._states:
             if state.header.digest == request.digest:
-                self.served = trio.current_time()
+                self.served = self._used[request.digest] = trio.current_time()
                 return state
         raise RequestRefused("this state is not kept here", code="gone")
 
@@ -190,11 +211,16 @@ class Donor:
         state = self._find(request, stream.peer)
         start = request.leaf * merkle.LEAF
         views = list(read_range(state.outer, start, merkle.LEAF))
-        await stream.send(RangeReply(sum(len(view) for view in views)))
-        with self._measuring():
-            for view in views:
-                await self._courtesy.send(stream, view)
-        await stream.finish()
+        self._serving[request.digest] += 1
+        try:
+            await stream.send(RangeReply(sum(len(view) for view in views)))
+            with self._measuring():
+                for view in views:
+                    await self._courtesy.send(stream, view)
+            await stream.finish()
+        finally:
+            self._serving[request.digest] -= 1
+            self._used[request.digest] = trio.current_time()
 
 
 def _check_run(asked: bytes, ours: bytes) -> None:
@@ -234,6 +260,21 @@ async def fetch_history(
     return await compute(partial(verified, ours, reply.start.header(run), bytes(data), tip, rules))
 
 
+@attrs.define(eq=False)
+class Partial:
+    """Ranges that were received for a state that was not completed. Whatever is fetched next need not fetch them anew,
+    if they are the same there."""
+
+    outer: OuterState | None = None
+    hashes: dict[int, bytes] = attrs.field(factory=dict)
+    """Of the ranges that are there, by number."""
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.outer = None
+        self.hashes.clear()
+
+
 async def fetch_state(
     endpoint: Endpoint,
     run: bytes,
@@ -243,6 +284,7 @@ async def fetch_state(
     elements: int,
     buffers: Collection[str],
     progress: Callable[[int], None] = lambda received: None,
+    earlier: Partial | None = None,
 ) -> CommittedState:
     """Fetches the state that a history leads to from several donors at once.
 
@@ -254,42 +296,45 @@ async def fetch_state(
         donors: Peers that are said to have it. Those that fail are left out, their ranges go to the others.
         elements: The number of parameters that our model has.
         progress: Called with the number of bytes of each range that was received.
+        earlier: What is left of earlier attempts, with the same elements and buffers; this one leaves what it got.
 
     Raises:
         SyncFailed: No donor has it, or all of them failed.
     """
-    problems: list[str] = []
-    tip = history.tip
-    for donor in donors:
-        try:
-            leaves = await _describe(endpoint, history.header, donor, elements, buffers)
-            break
-        except ShoalError as error:
-            problems.append(f"{donor.short}: {error}")
-    else:
-        raise SyncFailed(f"no peer could describe revision {tip.revision}: {_summary(problems)}")
-
-    outer = OuterState(torch.empty(elements), {name: torch.empty(elements) for name in buffers})
-    ranges = _Ranges(len(leaves))
+    problems: dict[PeerId, str] = {}
+    run, tip = history.header.run, history.tip
+    leaves = await _first_description(endpoint, history.header, donors, problems, elements, buffers)
+    earlier = Partial() if earlier is None else earlier
+    if earlier.outer is None:
+        earlier.outer = OuterState(torch.empty(elements), {name: torch.empty(elements) for name in buffers})
+    outer, hashes = earlier.outer, earlier.hashes
+    ranges = _Ranges(number for number, leaf in enumerate(leaves) if hashes.get(number) != leaf)
+    in_flight = Counter(donors)
 
     async def fetch_from(donor: PeerId) -> None:
-        while (leaf := await ranges.take()) is not None:
+        while donor not in problems and (leaf := await ranges.take(donor)) is not None:
+            begun = trio.current_time()
             try:
                 await _fetch_range(endpoint, run, tip, donor, leaf, leaves[leaf], outer)
             except ShoalError as error:
-                problems.append(f"{donor.short}: {error}")
-                ranges.give_back(leaf)
+                problems.setdefault(donor, str(error))
+                ranges.give_back(leaf, donor)
                 return
+            hashes[leaf] = leaves[leaf]
             if ranges.finish(leaf):
                 progress(min(merkle.LEAF, byte_length(outer) - leaf * merkle.LEAF))
             if not ranges.unfinished:
                 nursery.cancel_scope.cancel()  # donors that are still at what others were quicker with
+            if trio.current_time() - begun < QUICK and in_flight[donor] < IN_FLIGHT:
+                in_flight[donor] += 1
+                nursery.start_soon(fetch_from, donor)
 
     async with trio.open_nursery() as nursery:
         for donor in donors:
             nursery.start_soon(fetch_from, donor)
     if ranges.unfinished:
         raise SyncFailed(f"revision {tip.revision} could not be fetched: {_summary(problems)}")
+    earlier.clear()
     if not all(all_finite(tensor) for tensor in tensors(outer)):
         raise SyncFailed(f"revision {tip.revision} is of no use: it has parameters that are not finite")
     return CommittedState(history, outer, leaves)
@@ -298,21 +343,31 @@ async def fetch_state(
 class _Ranges:
     """Which ranges are still to be fetched. At the end, several donors may be at the same one."""
 
-    def __init__(self, count: int) -> None:
-        self.unfinished = set(range(count))
-        self._todo = deque(range(count))
+    def __init__(self, wanted: Iterable[int]) -> None:
+        self._todo = deque(wanted)
+        self.unfinished = set(self._todo)
+        self._donors: dict[int, set[PeerId]] = defaultdict(set)  # who is at it
         self._returned = trio.Event()
 
-    async def take(self) -> int | None:
-        """A range that nobody is at; if there is none for a while, one that somebody else is slow with."""
+    async def take(self, donor: PeerId) -> int | None:
+        """A range that nobody is at; if there is none for a while, one that as few others as can be are slow with."""
         with trio.move_on_after(SLOW):
             while not self._todo and self.unfinished:
                 await self._returned.wait()
-        return self._todo.popleft() if self._todo else min(self.unfinished, default=None)
+        if self._todo:
+            leaf = self._todo.popleft()
+        else:
+            others = [leaf for leaf in self.unfinished if donor not in self._donors[leaf]]
+            if not others:
+                return None
+            leaf = min(others, key=lambda leaf: (len(self._donors[leaf]), leaf))
+        self._donors[leaf].add(donor)
+        return leaf
 
-    def give_back(self, leaf: int) -> None:
+    def give_back(self, leaf: int, donor: PeerId) -> None:
         """A donor has failed: others are to fetch this range."""
-        if leaf in self.unfinished:
+        self._donors[leaf].discard(donor)
+        if leaf in self.unfinished and not self._donors[leaf]:
             self._todo.append(leaf)
             self._returned.set()
             self._returned = trio.Event()
@@ -324,9 +379,27 @@ class _Ranges:
         return first
 
 
-def _summary(problems: Sequence[str]) -> str:
+def _summary(problems: Mapping[PeerId, str]) -> str:
     """The first few problems, for a message of bounded length."""
-    return "; ".join(problems[:4]) or "nobody is known who has it"
+    told = [f"{donor.short}: {problem}" for donor, problem in problems.items()]
+    return "; ".join(told[:4]) or "nobody is known who has it"
+
+
+async def _first_description(
+    endpoint: Endpoint,
+    header: Header,
+    donors: Sequence[PeerId],
+    problems: dict[PeerId, str],
+    elements: int,
+    buffers: Collection[str],
+) -> tuple[bytes, ...]:
+    """From the first donor that has a right one. What is wrong with others is written down."""
+    for donor in donors:
+        try:
+            return await _describe(endpoint, header, donor, elements, buffers)
+        except ShoalError as error:
+            problems[donor] = str(error)
+    raise SyncFailed(f"no peer could describe revision {header.revision}: {_summary(problems)}")
 
 
 async def _describe(

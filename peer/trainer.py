@@ -5,7 +5,7 @@ Synchronous, and used by one thread at a time. A round goes
     start_round(state, revision, members)   local parameters := outer parameters, data of this peer's shards
     run(steps, …)                           inner steps, as often as needed
     contribution()                          what to hand to the collective
-    outer_step(state, mean)                 the next outer state, from the collective's mean
+    outer_step(state, mean, revision)       the next outer state, from the collective's mean
 
 The inner optimizer's moments belong to the peer: they go through all rounds, are never averaged and never reset, and
 start at zero where a peer joins.
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from optim.flat import FlatParameters
-from optim.recipe import recipe
-from optim.slots import Work
+from optim.methods import recipe
+from optim.slots import Local, Mixed, Moment, Work
 from optim.state import OuterState
 from peer.data import Corpus, Dataset
 from peer.model import Transformer
@@ -111,6 +111,7 @@ class Trainer:
         self._outer_model = Transformer(settings.model).to(device)
         self._outer_flat = FlatParameters(self._outer_model)
         self._anchor = self.flat.read()
+        self._outer = self.recipe.outer.init(self._anchor)
         self.buffers = tuple(sorted(self.recipe.outer.init(torch.empty(0)).buffers))
         """The names of the outer state's buffers."""
         self._batches: Iterator[torch.Tensor] = iter(())
@@ -130,7 +131,7 @@ class Trainer:
         `members` are the peers among whom the data is shared out; this one is added if missing.
         """
         carried = self.flat.read() - self._anchor if self._carries else None
-        self._anchor = self.flat.rounded(state.parameters)
+        self._outer, self._anchor = state, self.flat.rounded(state.parameters)
         self.flat.write(state.parameters if carried is None else self._anchor + carried)
         self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
         self._revision = revision
@@ -159,16 +160,20 @@ class Trainer:
 
     def contribution(self) -> Contribution:
         """What the round's inner steps so far amount to. The local parameters stay as they are."""
-        values = self.recipe.message(self._anchor, self.flat.read())
+        rate = self._optimizer.param_groups[0]["lr"]
+        local = Local(state=self._outer, anchor=self._anchor, inner=self.flat.read(), lr=rate)
+        values, _ = self.recipe.payload.take(local, {})
         finite = self._finite and bool(torch.isfinite(values).all())
         if not finite or self._steps == 0:
             return Contribution(torch.zeros_like(values), 0.0, self._steps, finite)
         weight = self.recipe.weighting.weight(Work(self._steps, self._tokens))
         return Contribution(values, min(weight, self._settings.limits.weight), self._steps, finite)
 
-    def outer_step(self, state: OuterState, mean: torch.Tensor) -> OuterState:
-        """The outer state after a round with this mean. Pure, and the same bits on every peer."""
-        return self.recipe.step(state, mean)
+    def outer_step(self, state: OuterState, mean: torch.Tensor, revision: int) -> OuterState:
+        """The outer state after the round that makes `revision`. Pure, and the same bits on every peer."""
+        rate = _learning_rate(self._settings, revision * self._settings.algorithm.inner_steps)
+        mixed = Mixed(mean=mean, own=mean, members=(), share=0.0)
+        return self.recipe.outer.step(state, mixed, Moment(round=revision, lr=rate), mean)
 
     @torch.no_grad()
     def evaluate(self, state: OuterState) -> float:

@@ -195,7 +195,7 @@ class Coordinator:
         self._limit = limit
         self._halts: float | None = None  # until when we wait for members to say what they have of a failed attempt
         self._halted: set[PeerId] = set()
-        self._cut_off = False  # the attempt failed because all other members were lost at once
+        self._lost: set[PeerId] = set()  # since the attempt has failed: whoever comes back was lost all the same
 
     # Facts.
 
@@ -437,7 +437,6 @@ class Coordinator:
         self._blamed |= culprits
         names = ", ".join(sorted(peer.short for peer in culprits or self._refused))
         self._actions.append(Aborted(plan, f"{names} {reason}"))
-        self._cut_off = plan.members != (self._peer,) and lost >= waiting - {self._peer}
         self._halts = now + self._times.settle
         for peer in self._left(plan):
             self._actions.append(Send(peer, Halt(plan.ballot)))
@@ -449,12 +448,15 @@ class Coordinator:
 
     def _go_on(self, plan: Plan, now: float, view: View) -> None:
         """After a failed attempt, once it is known what the members have of it."""
+        others = set(plan.members) - {self._peer}
+        self._lost |= others - self._candidates.keys()
         if self._holders:
             self._finish(min(self._holders))
         elif now < (self._halts or 0.0) and self._left(plan) - self._halted:
             pass
-        elif self._cut_off and not self._alone:
-            # Whoever loses everybody at once has perhaps been away itself: it opens the window again, once a round.
+        elif others and self._lost == others and not self._alone:
+            # Whoever loses everybody has perhaps been away itself: it opens the window again, once a round. Connections
+            # that broke meanwhile are found broken one after the other.
             blamed = self._blamed - set(plan.members)
             self._reset()
             self._blamed, self._alone = blamed, True

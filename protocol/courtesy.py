@@ -14,7 +14,7 @@ import trio
 from protocol.frames import Buffer
 from protocol.stream import Stream
 
-SHARE = 1 / 8
+SHARE = 1 / 16
 """What is sent of data that can wait, as a part of what else is sent meanwhile."""
 
 QUIET = 1.0

@@ -204,6 +204,9 @@ class Leadership:
         if not self.coordinator.step_down(leader, addresses):
             return False
         self.follow(leader)
+        if self.attending == self._peer:
+            # We are not sent there by ourselves if we have tried it before. It was not where we are yet, perhaps.
+            self.attendance.cancel()
         self.wake()
         return True
 

@@ -65,6 +65,8 @@ class Work:
     bytes_received: int = 0
     last: Attempt | None = None
     """The last attempt that was given up."""
+    followed: set[bytes] = attrs.field(factory=set)
+    """Ids of the plans that were accepted."""
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
@@ -176,6 +178,7 @@ class Member:
                 case Redirect():
                     raise Redirected(message)
                 case Ahead(revision, holder):
+                    await self._take_over(holder)
                     raise Behind(holder, max(revision, self._work.offer.revision))
                 case Forked(base):
                     offer = self._work.offer
@@ -193,6 +196,7 @@ class Member:
             return
         self._drop("another attempt")
         self._work.attempts += 1
+        self._work.followed.add(plan.id)
         self._report(plan, None)
         self._transfer = self._begin(plan)
         self._nursery.start_soon(self._watch, self._transfer)
@@ -219,6 +223,15 @@ class Member:
             return  # a higher ballot was not called off, and has come to its end meanwhile
         if reduced is None or reduced.plan.base != self._work.offer.base:
             raise RoundAborted(f"{message.holder.short} completed the round, but its result cannot be had")
+        await self._adopt(reduced)
+
+    async def _take_over(self, holder: PeerId) -> None:
+        """The round is over. If that came of a plan that we have followed, we are among those who made the result."""
+        reduced = await self._fetch(holder) if self._work.followed else None
+        if reduced is not None and reduced.plan.id in self._work.followed and not self._acceptor.completed:
+            await self._adopt(reduced)
+
+    async def _adopt(self, reduced: Reduced) -> None:
         self._drop("the round is complete elsewhere")
         self._acceptor.adopt(reduced.plan)
         await self._conclude(reduced)

@@ -25,6 +25,7 @@ MAX_KNOWN = 256
 
 _PERIOD = 2.0  # seconds between attempts to connect to those who are missing
 _ATTEMPTS = 10  # in vain, after which a peer is forgotten
+_RETURN = 1.0  # seconds in which one that was lost is connected again, if it was our connections only that broke
 
 
 @attrs.frozen
@@ -67,6 +68,7 @@ class Mesh:
         self._members: set[PeerId] = set()
         self._greeting: set[PeerId] = set()
         self._missing: dict[PeerId, int] = {}  # attempts to connect so far
+        self._returning: dict[PeerId, float] = {}  # until when they may be back in a moment
         self._found: dict[Address, PeerId] = {}
         self._doubted: dict[PeerId, float] = {}  # until when
         self._dialling: set[PeerId | Address] = set()
@@ -109,7 +111,11 @@ class Mesh:
         return self.members
 
     def arriving(self) -> Collection[PeerId]:
-        return self._greeting - self._members
+        if self._members:
+            return self._greeting - self._members
+        # Whoever has lost everybody has perhaps been away itself. The others may have gone on: one of them will say so.
+        now = trio.current_time()
+        return self._greeting.union(peer for peer, until in self._returning.items() if until > now)
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self._members
@@ -147,6 +153,7 @@ class Mesh:
     def _learn(self, peer: PeerId, others: Sequence[Known]) -> None:
         self._members.add(peer)
         self._missing.pop(peer, None)
+        self._returning.pop(peer, None)
         for known in others:
             unknown = known.peer not in self.members and known.peer not in self._missing
             if unknown and known.addresses and len(self._missing) < MAX_KNOWN:
@@ -158,6 +165,7 @@ class Mesh:
         if peer in self._members:
             self._members.remove(peer)
             self._missing[peer] = 0
+            self._returning[peer] = trio.current_time() + _RETURN
             self._tell()
 
     def _tell(self) -> None:
@@ -192,6 +200,7 @@ class Mesh:
 
     def _failed(self, target: PeerId | Address) -> None:
         if isinstance(target, PeerId) and target in self._missing:
+            self._returning.pop(target, None)
             self._missing[target] += 1
             if self._missing[target] >= _ATTEMPTS:
                 del self._missing[target]

@@ -421,10 +421,11 @@ class Rounds:
                     await stream.finish()
             return
         final = self._final_answer(leadership, ready, leader)
-        if isinstance(final, Ahead):
-            raise Behind(final.holder, final.revision)
         ours, theirs = local_lines(leader)
-        self._spawn(self._serve_ourselves, leadership, ready, theirs)
+        if isinstance(final, Ahead):
+            await theirs.send(final)
+        else:
+            self._spawn(self._serve_ourselves, leadership, ready, theirs)
         try:
             yield ours
         finally:

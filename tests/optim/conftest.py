@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from optim import LocalSwarm
+from protocol.collective import Collective
 
-class Alone:
-    """A swarm of one: the mean is what the only peer brings."""
+
+class Recorder(Collective):
+    """A swarm of one, which notes what the peer's values weigh."""
 
     def __init__(self):
+        (self._peer,) = LocalSwarm(1).peers
         self.weights = []
 
-    def all_reduce(self, values, weight):
+    def all_reduce(self, values, weight=1.0, **options):
         self.weights.append(weight)
-        return SimpleNamespace(mean=values.clone())
+        return self._peer.all_reduce(values, weight, **options)
 
+    def exchange(self, values, weight=1.0, **options):
+        return self._peer.exchange(values, weight, **options)
 
-class LocalCollective:
-    """`n` peers in `n` threads. The mean is exact: summed in double precision, in the order of the peers."""
+    def gather(self, block, **options):
+        return self._peer.gather(block, **options)
 
-    def __init__(self, n):
-        self._slots = [None] * n
-        self._barrier = threading.Barrier(n)
+    def broadcast(self, block, **options):
+        return self._peer.broadcast(block, **options)
 
-    def seat(self, index):
-        def all_reduce(values, weight):
-            self._slots[index] = (values, weight)
-            self._barrier.wait(timeout=60)
-            mean = exact_mean(self._slots)
-            self._barrier.wait(timeout=60)
-            return SimpleNamespace(mean=mean)
-
-        return SimpleNamespace(all_reduce=all_reduce)
-
-
-def exact_mean(contributions):
-    total = sum(weight for _, weight in contributions)
-    if total == 0:
-        return torch.zeros_like(contributions[0][0])
-    return (sum(values.double() * weight for values, weight in contributions) / total).float()
+    def barrier(self, **options):
+        return self._peer.barrier(**options)
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +44,4 @@ def one_thread():
 
 @pytest.fixture
 def alone():
-    return Alone()
-
-
-@pytest.fixture
-def local_collective():
-    return LocalCollective
-
-
-@pytest.fixture
-def mean_of():
-    return exact_mean
+    return Recorder()

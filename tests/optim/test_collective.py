@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from optim.outer import DiLoCo
+from optim import DiLoCo
 from protocol.standalone import join_collective
 
 

@@ -1,8 +1,8 @@
 import pytest
-import torch
 
-from optim.recipe import recipe
-from optim.slots import FixedSteps, Nesterov
+from optim.methods import recipe
+from optim.outers import Nesterov
+from optim.policies import FixedSteps
 from protocol.errors import SettingsError
 
 
@@ -15,14 +15,6 @@ def test_diloco_fills_the_slots():
 def test_recipes_are_equal_if_their_constants_are():
     assert recipe("diloco", inner_steps=5) == recipe("diloco", inner_steps=5)
     assert recipe("diloco", inner_steps=5) != recipe("diloco", inner_steps=6)
-
-
-def test_a_recipe_takes_a_message_and_makes_a_step():
-    method = recipe("diloco", outer_lr=1.0, outer_momentum=0.0)
-    state = method.outer.init(torch.tensor([3.0, 4.0]))
-    message = method.message(state.parameters, torch.tensor([1.0, 5.0]))
-    assert message.tolist() == [2.0, -1.0]
-    assert method.step(state, message).parameters.tolist() == [1.0, 5.0]
 
 
 def test_an_unknown_algorithm_is_refused_with_a_suggestion():

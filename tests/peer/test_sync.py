@@ -8,10 +8,13 @@ from peer.finding import fetch_manifest
 from peer.history import KEPT_BYTES, Rules
 from peer.state import CommittedState
 from peer.sync import (
+    IN_USE,
+    KEPT_STATES,
     Donor,
     HeaderClaim,
     HistoryReply,
     HistoryRequest,
+    Partial,
     RangeReply,
     RangeRequest,
     SyncFailed,
@@ -239,6 +242,69 @@ async def test_a_state_that_is_not_finite_is_of_no_use(autojump_clock, mesh, sta
     donate(endpoint, sick)
     with pytest.raises(SyncFailed, match="not finite"):
         await fetch_state(newcomer, RUN, sick.history, [endpoint.peer_id], **SHAPE)
+
+
+async def test_what_was_received_is_not_fetched_again(autojump_clock, mesh, state):
+    swarm = await mesh(3)
+    newcomer, first, second = swarm.endpoints
+    donate(first, state)
+    earlier, before, after = Partial(), [], []
+
+    def lose_the_donor(received):
+        before.append(received)
+        if len(before) == 3:
+            swarm.network.kill("h1")
+
+    with pytest.raises(SyncFailed):
+        donors = [first.peer_id]
+        await fetch_state(newcomer, RUN, state.history, donors, **SHAPE, progress=lose_the_donor, earlier=earlier)
+    # Of the next revision, all is the same but the first and the last range.
+    parameters, momentum = state.outer.parameters.clone(), state.outer.buffers["momentum"].clone()
+    parameters[0], momentum[-1] = 7, 7
+    newer = state.commit(OuterState(parameters, {"momentum": momentum}), plan=bytes(32), contributions=SIGNED)
+    donate(second, newer)
+    donors = [second.peer_id]
+    found = await fetch_state(newcomer, RUN, newer.history, donors, **SHAPE, progress=after.append, earlier=earlier)
+    assert same(found, newer)
+    had = {number for number in range(1, 5) if number < len(before)}
+    assert len(after) == len(state.leaves) - len(had)
+    assert earlier.outer is None
+
+
+async def test_a_state_that_is_being_fetched_outlives_many_commits(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    donor = donate(endpoint, state)
+    newest = [state]
+
+    def commit(received):
+        newest.append(newest[-1].commit(state.outer, plan=bytes(32), contributions=SIGNED))
+        donor.offer(newest[-1])
+
+    found = await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE, progress=commit)
+    assert same(found, state)
+    assert len(newest) > KEPT_STATES + 2
+    assert len(donor._states) == KEPT_STATES + 1
+    await trio.sleep(IN_USE)
+    donor.offer(newest[-1].commit(state.outer, plan=bytes(32), contributions=SIGNED))
+    with pytest.raises(SyncFailed, match="not kept here"):
+        await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE)
+
+
+async def test_a_long_way_is_kept_busy(autojump_clock, mesh, state, monkeypatch):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+    donate(endpoint, state)
+    swarm.network.set_link("h0", "h1", latency=0.1)
+
+    async def seconds() -> float:
+        begun = trio.current_time()
+        assert same(await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE), state)
+        return trio.current_time() - begun
+
+    several = await seconds()
+    monkeypatch.setattr("peer.sync.IN_FLIGHT", 1)
+    assert several < 0.7 * await seconds()
 
 
 # Histories.

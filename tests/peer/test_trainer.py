@@ -102,7 +102,7 @@ def test_rounds_of_several_peers_learn(make):
             train_round(trainer, state, revision, members, steps=10)
         brought = [trainer.contribution() for trainer in trainers]
         mean = (brought[0].values + brought[1].values) / 2
-        following = [trainer.outer_step(state, mean) for trainer in trainers]
+        following = [trainer.outer_step(state, mean, revision) for trainer in trainers]
         assert torch.equal(following[0].parameters, following[1].parameters)
         state = following[0]
     assert before == pytest.approx(math.log(256), abs=0.3)

@@ -140,6 +140,20 @@ def test_who_loses_everybody_at_once_asks_again_before_it_goes_on_alone():
     assert sent(table.poll(), Ahead)[US] == Ahead(1, A)
 
 
+def test_who_finds_connections_broken_one_after_the_other_has_lost_everybody():
+    table = Table()
+    table.silent = {B}
+    table.start(US, A, B)
+    table.arriving, table.live = {A, B}, {US}
+    table.core.gone(A)
+    assert sent(table.poll(), Propose) == {}
+    table.core.gone(B)
+    table.ready(A)  # it is back, and was lost all the same
+    assert sent(table.poll(), Propose) == {}
+    table.core.finished_elsewhere(A)
+    assert sent(table.poll(), Ahead)[US] == Ahead(1, A)
+
+
 def test_who_loses_everybody_a_second_time_goes_on_alone():
     table = Table()
     table.start(US, A)
@@ -544,12 +558,12 @@ def test_a_member_that_completes_while_others_halt_has_the_result():
 
 def test_a_member_that_is_lost_while_others_halt_is_not_waited_for():
     table = Table()
-    table.start(US, A, B)
+    table.start(US, A, B, C)
     table.silent = {A}
     table.core.gone(B)
     assert sent(table.poll(), Propose) == {}
     table.core.gone(A)
-    assert sent(table.poll(), Propose)[US].plan.members == (US,)
+    assert set(sent(table.poll(), Propose)[US].plan.members) == {US, C}
 
 
 def test_a_new_coordinator_takes_over_what_the_old_one_left():

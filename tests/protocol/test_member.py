@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import attrs
 import pytest
 import torch
@@ -10,10 +12,11 @@ import trio
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
+from protocol.errors import Behind
 from protocol.identity import PeerId
 from protocol.member import Member, Work
 from protocol.plan import Ballot, Plan
-from protocol.round_messages import Accepted, CallOff, Completed, Propose
+from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Propose
 from protocol.sessions import local_lines
 
 US, COORDINATOR, HOLDER = (PeerId(bytes([number]) * 32) for number in range(1, 4))
@@ -57,6 +60,8 @@ class Stage:
     fetching: trio.Event
     fetched: trio.Event
     done: trio.Event
+    results: list[Reduced]
+    """What is fetched is the last one."""
 
 
 def elsewhere(attempt: int) -> Reduced:
@@ -78,7 +83,7 @@ def elsewhere(attempt: int) -> Reduced:
 async def stage(nursery):
     theirs, ours = local_lines(COORDINATOR)
     offer = Offer(run=PLAN.run, tag="", revision=1, base=PLAN.base, weight=1.0, length=4)
-    attempts, kept = [], []
+    attempts, kept, results = [], [], [elsewhere(4)]
     fetching, fetched, done = trio.Event(), trio.Event(), trio.Event()
 
     async def signed(plan):
@@ -95,7 +100,7 @@ async def stage(nursery):
     async def fetch(holder):
         fetching.set()
         await fetched.wait()
-        return elsewhere(4)
+        return results[-1]
 
     member = Member(
         ours,
@@ -111,13 +116,14 @@ async def stage(nursery):
     )
 
     async def run():
-        await member.run()
+        with contextlib.suppress(Behind):
+            await member.run()
         done.set()
 
     nursery.start_soon(run)
     await theirs.send(Propose(PLAN))
     assert await theirs.receive(Accepted) == Accepted(PLAN.ballot)
-    return Stage(theirs, attempts[0], kept, fetching, fetched, done)
+    return Stage(theirs, attempts[0], kept, fetching, fetched, done, results)
 
 
 CALLED_OFF = CallOff(Ballot(4, 0, COORDINATOR), HOLDER)
@@ -143,3 +149,14 @@ async def test_an_attempt_that_completes_while_a_result_is_fetched_stays_the_res
     await stage.done.wait()
     assert not stage.attempt.aborted
     assert [reduced.plan.attempt for reduced in stage.kept] == [5]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_a_round_that_is_over_elsewhere_is_ours_if_it_was_made_by_a_plan_of_ours(stage, autojump_clock, ours):
+    """The coordinator died after another member had completed the plan."""
+    stage.results.append(elsewhere(PLAN.attempt if ours else PLAN.attempt + 1))
+    stage.fetched.set()
+    await stage.coordinator.send(Ahead(1, HOLDER))
+    await stage.done.wait()
+    assert stage.attempt.aborted
+    assert [reduced.plan for reduced in stage.kept] == ([PLAN] if ours else [])

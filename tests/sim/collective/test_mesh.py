@@ -86,6 +86,20 @@ async def test_who_is_lost_is_no_member_and_comes_back(autojump_clock):
                 await peer.mesh.wait_for(4)
 
 
+async def test_who_has_lost_everybody_takes_them_to_be_back_in_a_moment(autojump_clock):
+    async with peers_of(3, KNOWN["all know the first"]) as (network, peers):
+        for peer in peers:
+            await peer.mesh.wait_for(3)
+        lonely = peers[1]
+        network.partition(["host1"], ["host0", "host2"])
+        while len(lonely.mesh.members) > 1:
+            await lonely.mesh._changed.wait()
+        assert set(lonely.mesh.arriving()) == ids(peers) - ids([lonely])
+        assert not set(peers[0].mesh.arriving())  # it has somebody left
+        await trio.sleep(2)
+        assert not set(lonely.mesh.arriving())
+
+
 async def test_who_is_gone_for_good_is_forgotten(autojump_clock):
     async with peers_of(3, KNOWN["all know the first"]) as (_, peers):
         for peer in peers:

@@ -1,52 +1,16 @@
 """The optimizer for plain PyTorch loops, against references written out plainly."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
-from optim import DiLoCo, LowCommunicationOptimizer
-from optim.recipe import recipe
+from optim import DiLoCo, LocalSwarm, LowCommunicationOptimizer
+from optim.methods import recipe
 from protocol.errors import PeerGone, ProtocolError, SettingsError
+from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 
-def make_model(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return model
-
-
-def batches(seed, count, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        inputs = torch.randn(16, 4, generator=generator)
-        yield inputs.to(dtype), inputs.sum(1, keepdim=True).sin().to(dtype)
-
-
-def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-
-
-def train(model, optimizer, data):
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-
-
-def values_of(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-def put(model, values):
-    nn.utils.vector_to_parameters(values.clone(), model.parameters())
-
-
-def plain_diloco(streams, rounds, inner_steps, mean_of, *, lr=0.7, momentum=0.9):
+def plain_diloco(streams, rounds, inner_steps, *, lr=0.7, momentum=0.9):
     """DiLoCo in one process, as the paper writes it: the outer parameters after each round."""
     models = [make_model() for _ in streams]
     inners = [adamw(model) for model in models]
@@ -58,8 +22,8 @@ def plain_diloco(streams, rounds, inner_steps, mean_of, *, lr=0.7, momentum=0.9)
         for model, inner, stream in zip(models, inners, streams, strict=True):
             put(model, outer)
             train(model, inner, (next(stream) for _ in range(inner_steps)))
-            deltas.append((outer - values_of(model), float(inner_steps)))
-        mean = mean_of(deltas)
+            deltas.append(outer - values_of(model))
+        mean = sum(deltas) / len(deltas)
         buffer = momentum * buffer + mean
         outer = outer - lr * (mean + momentum * buffer)
         history.append(outer)
@@ -69,7 +33,7 @@ def plain_diloco(streams, rounds, inner_steps, mean_of, *, lr=0.7, momentum=0.9)
 def test_a_swarm_of_one_is_local_diloco_bit_for_bit(alone):
     model = make_model()
     optimizer = DiLoCo(model, adamw(model), alone, sync_every=5)
-    expected = plain_diloco([batches(1, 20)], 4, 5, lambda deltas: deltas[0][0])
+    expected = plain_diloco([batches(1, 20)], 4, 5)
     stream = batches(1, 20)
     for outer in expected:
         train(model, optimizer, (next(stream) for _ in range(5)))
@@ -77,23 +41,21 @@ def test_a_swarm_of_one_is_local_diloco_bit_for_bit(alone):
         assert torch.equal(optimizer.outer.parameters, outer)
 
 
-def test_replicas_are_a_single_process_bit_for_bit(local_collective, mean_of):
-    count, rounds, inner_steps = 3, 4, 5
-    expected = plain_diloco([batches(seed, 100) for seed in range(count)], rounds, inner_steps, mean_of)[-1]
-    swarm = local_collective(count)
-    models = [make_model() for _ in range(count)]
+def test_replicas_are_a_single_process():
+    count, rounds, inner_steps = 4, 4, 5
+    expected = plain_diloco([batches(seed, 100) for seed in range(count)], rounds, inner_steps)[-1]
+    swarm = LocalSwarm(count)
 
-    def replica(index):
-        optimizer = DiLoCo(models[index], adamw(models[index]), swarm.seat(index), sync_every=inner_steps)
-        train(models[index], optimizer, batches(index, rounds * inner_steps))
+    def replica(peer):
+        model = make_model()
+        optimizer = DiLoCo(model, adamw(model), peer, sync_every=inner_steps)
+        train(model, optimizer, batches(swarm.peers.index(peer), rounds * inner_steps))
+        return values_of(model)
 
-    threads = [threading.Thread(target=replica, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for model in models:
-        assert torch.equal(values_of(model), expected)
+    results = swarm.run(replica)
+    for values in results:
+        assert torch.equal(values, results[0])
+    torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_with_rate_one_and_no_momentum_a_lone_peer_is_its_inner_optimizer(alone):
@@ -244,17 +206,17 @@ def test_rounding_to_bf16_is_not_sent_as_if_it_were_training(alone):
 
 
 def test_a_failed_exchange_changes_nothing_and_stays_due(alone):
-    class Flaky:
+    class Flaky(type(alone)):
         failures = 1
 
-        def all_reduce(self, values, weight):
+        def all_reduce(self, values, weight=1.0, **options):
             if self.failures:
                 self.failures -= 1
                 raise PeerGone("all are gone")
-            return alone.all_reduce(values, weight)
+            return super().all_reduce(values, weight, **options)
 
-    model = make_model()
-    optimizer = DiLoCo(model, adamw(model), Flaky(), sync_every=2)
+    model, swarm = make_model(), Flaky()
+    optimizer = DiLoCo(model, adamw(model), swarm, sync_every=2)
     start = values_of(model)
     with pytest.raises(PeerGone):
         train(model, optimizer, batches(1, 2))
@@ -262,31 +224,26 @@ def test_a_failed_exchange_changes_nothing_and_stays_due(alone):
     assert not torch.equal(values_of(model), start)
     train(model, optimizer, batches(2, 1))
     assert optimizer.rounds == 1
-    assert alone.weights == [3.0]
+    assert swarm.weights == [3.0]
 
 
-def test_values_that_are_not_finite_weigh_nothing_and_are_healed(local_collective):
-    swarm = local_collective(2)
-    models = [make_model(), make_model()]
-    optimizers = [DiLoCo(model, adamw(model), swarm.seat(i), sync_every=2) for i, model in enumerate(models)]
-    weights = []
+def test_values_that_are_not_finite_weigh_nothing_and_are_healed():
+    swarm = LocalSwarm(2)
 
-    def replica(index):
-        train(models[index], optimizers[index], batches(index, 1))
+    def replica(peer):
+        model, index = make_model(), swarm.peers.index(peer)
+        optimizer = DiLoCo(model, adamw(model), peer, sync_every=2)
+        train(model, optimizer, batches(index, 1))
         if index == 1:
             with torch.no_grad():
-                models[1][0].weight.fill_(float("nan"))
-        train(models[index], optimizers[index], batches(index, 1))
-        weights.append(optimizers[index].rounds)
+                model[0].weight.fill_(float("nan"))
+        train(model, optimizer, batches(index, 1))
+        assert optimizer.rounds == 1
+        return values_of(model)
 
-    threads = [threading.Thread(target=replica, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert weights == [1, 1]
-    assert torch.isfinite(values_of(models[1])).all()
-    assert torch.equal(values_of(models[0]), values_of(models[1]))
+    one, other = swarm.run(replica)
+    assert torch.isfinite(one).all()
+    assert torch.equal(one, other)
 
 
 def test_weights_count_tokens(alone):
@@ -296,12 +253,10 @@ def test_weights_count_tokens(alone):
     assert alone.weights == [48.0]
 
 
-def test_a_mean_of_another_length_is_refused():
-    class Wrong:
-        def all_reduce(self, values, weight):
-            from types import SimpleNamespace
-
-            return SimpleNamespace(mean=values[:-1])
+def test_a_mean_of_another_length_is_refused(alone):
+    class Wrong(type(alone)):
+        def all_reduce(self, values, weight=1.0, **options):
+            return super().all_reduce(values[:-1], weight, **options)
 
     model = make_model()
     optimizer = DiLoCo(model, adamw(model), Wrong(), sync_every=1)

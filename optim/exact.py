@@ -1,0 +1,38 @@
+"""Sums and products that give the same bits on every processor: elementwise operations in a fixed order only."""
+
+from __future__ import annotations
+
+import torch
+
+
+def tree_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension: the second half is added to the first, until one is left."""
+    while len(values) > 1:
+        half = (len(values) + 1) // 2
+        upper = values[half:]
+        lower = values[:half].clone()
+        lower[: len(upper)] += upper
+        values = lower
+    return values[0]
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """The columns made orthonormal, one after the other (modified Gram-Schmidt); what is next to zero becomes zero."""
+    result = matrix.clone()
+    for column in range(matrix.shape[1]):
+        current = result[:, column].clone()
+        norm = tree_sum(current * current).sqrt()
+        result[:, column] = current / norm if float(norm) > 1e-20 else torch.zeros_like(current)
+        rest = result[:, column + 1 :]
+        if rest.shape[1]:
+            unit = result[:, column : column + 1]
+            rest -= unit * tree_sum(unit * rest)
+    return result
+
+
+def outer_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left · rightᵀ, column by column."""
+    result = left[:, :1] * right[:, 0]
+    for column in range(1, left.shape[1]):
+        result += left[:, column : column + 1] * right[:, column]
+    return result

@@ -1,0 +1,312 @@
+"""A swarm inside one process, for notebooks, experiments and tests: its peers are threads, and nothing is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias, TypeVar
+
+import attrs
+import torch
+
+from protocol.codecs import CodecName, ErrorFeedback, make_codec
+from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors
+from protocol.errors import RequestTimeout, RoundAborted
+from protocol.flatten import block_bytes, flat, shapes_of
+from protocol.identity import PeerId
+from protocol.pairs import partner
+from protocol.plan import Operation, Plan, coordinators
+from protocol.ring import reference
+from protocol.vectors import vector_bytes
+
+_T = TypeVar("_T")
+Group: TypeAlias = Collection[PeerId] | None
+_Key: TypeAlias = tuple[Operation, str, frozenset[PeerId] | None]
+
+
+@attrs.define(eq=False)
+class Meeting:
+    """One operation: who has come to it, with what, and what comes of it."""
+
+    offers: dict[PeerId, torch.Tensor | None] = attrs.field(factory=dict)
+    weights: dict[PeerId, float] = attrs.field(factory=dict)
+    plan: Plan | None = None
+    mean: torch.Tensor | None = None
+    error: Exception | None = None
+
+    @property
+    def over(self) -> bool:
+        """There is a result, or an error."""
+        return self.plan is not None or self.error is not None
+
+
+class LocalSwarm:
+    """So many peers, each of which is a `Collective` for a thread of its own.
+
+    Operations give the bits that real peers would with the same members in the same order and the same codec. Every
+    operation waits for all peers that have not left.
+
+        def replica(peer):
+            optimizer = DiLoCo(model, inner, peer)
+            …
+
+        results = LocalSwarm(4).run(replica)
+
+    Args:
+        size: How many.
+        codec: How the values of `all_reduce` would look on the wire; lossy ones keep what they leave out.
+        run: Identifies the run, 32 bytes: with the peers' ids it decides their order.
+        peer_ids: Whose parts the peers play, if that matters.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        codec: CodecName = "fp32",
+        run: bytes = bytes(32),
+        peer_ids: Sequence[PeerId] | None = None,
+    ) -> None:
+        names = peer_ids or [PeerId(hashlib.sha256(b"local peer %d" % index).digest()) for index in range(size)]
+        if len(names) != size or not size:
+            raise ValueError(f"{len(names)} names for {size} peers")
+        self.peers: tuple[LocalPeer, ...] = tuple(LocalPeer(self, name, codec) for name in names)
+        self._codec: CodecName = codec
+        self._run = run
+        self._present = frozenset(names)
+        self._failure: str | None = None
+        self._changed = threading.Condition()
+        self._meetings: dict[tuple[_Key, int], Meeting] = {}
+
+    def run(self, replica: Callable[[LocalPeer], _T]) -> list[_T]:
+        """Calls `replica` for each peer, all at the same time, and returns what they return.
+
+        If one raises an exception, the others' operations raise `RoundAborted`, and it is raised here. May be called
+        again: the peers go on with what they remember.
+        """
+        self._present = frozenset(peer.peer_id for peer in self.peers)
+        self._failure = None
+        self._meetings.clear()
+
+        def live(peer: LocalPeer) -> _T:
+            try:
+                return replica(peer)
+            except BaseException as error:
+                with self._changed:
+                    self._failure = self._failure or f"{peer.peer_id.short} has failed: {error}"
+                raise
+            finally:
+                with self._changed:
+                    self._present -= {peer.peer_id}
+                    self._changed.notify_all()
+
+        with ThreadPoolExecutor(len(self.peers), thread_name_prefix="replica") as threads:
+            lives = [threads.submit(live, peer) for peer in self.peers]
+        errors = [error for one in lives if (error := one.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, RoundAborted)):  # the cause before its effects
+            raise error
+        return [one.result() for one in lives]
+
+    def meet(
+        self, peer: PeerId, key: _Key, number: int, offer: torch.Tensor | None, weight: float, timeout: float | None
+    ) -> tuple[Plan, Meeting]:
+        """One peer comes to an operation, and waits for the others; one of them does the work for all.
+
+        Raises:
+            RoundAborted: Another peer has failed, or what they bring does not fit together.
+            RequestTimeout: The others have not come in time.
+        """
+        group = key[2]
+        with self._changed:
+            meeting = self._meetings.setdefault((key, number), Meeting())
+            meeting.offers[peer], meeting.weights[peer] = offer, weight
+            self._changed.notify_all()
+
+            def ready() -> bool:
+                awaited = self._present if group is None else self._present & group
+                return meeting.over or self._failure is not None or meeting.offers.keys() >= awaited
+
+            if not self._changed.wait_for(ready, timeout):
+                del meeting.offers[peer], meeting.weights[peer]
+                raise RequestTimeout(f"the other peers have not come within {timeout:g} s")
+            if not meeting.over:
+                self._hold(meeting, key, number)
+                self._changed.notify_all()
+            self._meetings.pop((key, number), None)
+            if meeting.error is not None:
+                raise RoundAborted(str(meeting.error)) from meeting.error
+            assert meeting.plan is not None
+            return meeting.plan, meeting
+
+    def _hold(self, meeting: Meeting, key: _Key, number: int) -> None:
+        if self._failure is not None:
+            meeting.error = RoundAborted(self._failure)
+            return
+        try:
+            meeting.plan = self._plan(meeting, key, number)
+        except ValueError as error:
+            meeting.error = error
+            return
+        if meeting.plan.operation == "reduce":
+            inputs = {peer: offer for peer, offer in meeting.offers.items() if offer is not None}
+            meeting.mean = reference(meeting.plan, inputs)
+
+    def _plan(self, meeting: Meeting, key: _Key, number: int) -> Plan:
+        operation, tag, _ = key
+        members = coordinators(self._run, number, meeting.offers, tag=tag)
+        sizes = tuple(0 if (offer := meeting.offers[peer]) is None else len(offer) for peer in members)
+        if operation != "gather" and len(set(sizes)) > 1:
+            raise ValueError(f"the peers bring different numbers of values: {sorted(set(sizes))}")
+        return Plan(
+            run=self._run,
+            revision=number,
+            attempt=1,
+            rank=0,
+            coordinator=members[0],
+            members=tuple(members),
+            weights=tuple(meeting.weights[peer] for peer in members),
+            length=sum(sizes) if operation == "gather" else sizes[0],
+            tag=tag,
+            codec=self._codec if operation == "reduce" else "fp32",
+            operation=operation,
+            sizes=sizes if operation == "gather" else (),
+        )
+
+
+class LocalPeer(Collective):
+    """One peer of a `LocalSwarm`."""
+
+    def __init__(self, swarm: LocalSwarm, peer_id: PeerId, codec: CodecName) -> None:
+        self._swarm, self.peer_id = swarm, peer_id
+        self._codec = make_codec(codec)
+        self._feedback: dict[tuple[_Key, int], ErrorFeedback] = {}
+        self._numbers: dict[_Key, int] = {}
+        self.bytes_sent = 0
+        """Bytes that a real peer would have sent as payload."""
+
+    @property
+    def members(self) -> tuple[PeerId, ...]:
+        """All peers of the swarm."""
+        return tuple(peer.peer_id for peer in self._swarm.peers)
+
+    def all_reduce(
+        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Reduced:
+        """See `Collective.all_reduce`."""
+        key, vector = _key("reduce", tag, group), flat(values)
+        if not bool(torch.isfinite(vector).all()):
+            vector, weight = torch.zeros_like(vector), 0.0
+        feedback = self._feedback_of(key, len(vector)) if weight else None
+        if feedback is not None:
+            feedback.encode(0, vector, bytearray(self._codec.encoded_size(len(vector))))
+            vector = torch.add(vector, feedback.residual)  # what is encoded, in this operation as well
+        plan, meeting = self._meet(key, vector, weight, timeout)
+        if feedback is not None:
+            feedback.commit()
+        assert meeting.mean is not None
+        sent = self._sent(2 * (len(plan.members) - 1) * self._codec.encoded_size(len(vector)) // len(plan.members))
+        return Reduced(
+            plan=plan,
+            mean=meeting.mean,
+            contributors=plan.contributors,
+            weight=plan.weight,
+            shapes=shapes_of(values),
+            attempts=1,
+            bytes_sent=sent,
+            bytes_received=sent,
+            seconds=0.0,
+        )
+
+    def exchange(
+        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Exchanged:
+        """See `Collective.exchange`."""
+        key, vector = _key("exchange", tag, group), flat(values)
+        feedback = self._feedback_of(key, len(vector))
+        if feedback is not None:
+            encoded = bytearray(self._codec.encoded_size(len(vector)))
+            feedback.encode(0, vector, encoded)
+            vector = torch.empty_like(vector)
+            self._codec.decode(encoded, vector)
+        plan, meeting = self._meet(key, vector, weight, timeout)
+        other = partner(plan, self.peer_id)
+        if feedback is not None:
+            feedback.abort() if other is None else feedback.commit()
+        sent = self._sent(0 if other is None else self._codec.encoded_size(len(vector)))
+        return Exchanged(
+            plan=plan,
+            partner=other,
+            values=None if other is None else meeting.offers[other],
+            ours=None if other is None else vector,
+            weight=0.0 if other is None else meeting.weights[other],
+            problem="there is no partner" if other is None else "",
+            shapes=shapes_of(values),
+            attempts=1,
+            bytes_sent=sent,
+            bytes_received=sent,
+            seconds=0.0,
+        )
+
+    def gather(
+        self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Gathered:
+        """See `Collective.gather`."""
+        data = block_bytes(block)
+        plan, meeting = self._meet(_key("gather", tag, group), data, 0.0 if data is None else 1.0, timeout)
+        sent = self._sent(0 if data is None else (len(plan.members) - 1) * len(data))
+        offers = [(peer, offer) for peer in plan.members if (offer := meeting.offers[peer]) is not None]
+        return Gathered(
+            plan=plan,
+            blocks={peer: vector_bytes(offer).toreadonly() for peer, offer in offers},
+            attempts=1,
+            bytes_sent=sent,
+            bytes_received=plan.length - (0 if data is None else len(data)),
+            seconds=0.0,
+        )
+
+    def broadcast(
+        self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
+    ) -> Broadcasted:
+        """See `Collective.broadcast`."""
+        gathered = self.gather(block, group=group, tag=f"broadcast {tag}", timeout=timeout)
+        if len(gathered.blocks) != 1:
+            raise RoundAborted(f"{len(gathered.blocks)} peers have something to broadcast, not one")
+        ((source, data),) = gathered.blocks.items()
+        return Broadcasted(
+            plan=gathered.plan,
+            source=source,
+            data=data,
+            attempts=1,
+            bytes_sent=gathered.bytes_sent,
+            bytes_received=gathered.bytes_received,
+            seconds=0.0,
+        )
+
+    def barrier(self, *, group: Group = None, tag: str = "", timeout: float | None = None) -> Outcome:
+        """See `Collective.barrier`."""
+        return self.gather(None, group=group, tag=f"barrier {tag}", timeout=timeout)
+
+    def _meet(
+        self, key: _Key, offer: torch.Tensor | None, weight: float, timeout: float | None
+    ) -> tuple[Plan, Meeting]:
+        number = self._numbers.get(key, 0) + 1
+        result = self._swarm.meet(self.peer_id, key, number, offer, weight, timeout)
+        self._numbers[key] = number
+        return result
+
+    def _feedback_of(self, key: _Key, length: int) -> ErrorFeedback | None:
+        if self._codec.name == "fp32":
+            return None
+        if (key, length) not in self._feedback:
+            self._feedback[key, length] = ErrorFeedback(self._codec, length)
+        return self._feedback[key, length]
+
+    def _sent(self, count: int) -> int:
+        self.bytes_sent += count
+        return count
+
+
+def _key(operation: Operation, tag: str, group: Group) -> _Key:
+    return operation, tag, None if group is None else frozenset(group)

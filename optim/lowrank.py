@@ -1,0 +1,78 @@
+"""Matrices as products of two thin ones, averaged one after the other."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from attrs.validators import ge
+
+from optim.exact import orthonormal, outer_product
+from optim.slots import AllReduce, Layout, Memory, Mixed, Mixing
+from protocol.collective import Reduced
+from protocol.errors import ProtocolError
+
+
+@attrs.frozen
+class LowRankMean:
+    """The mean of rank-r approximations, in two all-reduces (PowerSGD, Vogels et al., arXiv 1905.13727).
+
+    P = mean(Mᵢ·Q), made orthonormal; then Q = mean(Mᵢᵀ·P), and the mean is P·Qᵀ. Q goes on from exchange to exchange:
+    it follows the directions that matter. Tensors that this would not make half as small travel as they are, with P.
+
+    Use it with error feedback; what the others understand of ours is P·(Mᵢᵀ·P)ᵀ.
+    """
+
+    rank: int = attrs.field(validator=ge(1))
+
+    def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
+        whole, matrices = self._sorted(layout)
+        plain = [values[start:stop] for start, stop in whole]
+        ours = [values[start : start + rows * columns].view(rows, columns) for start, rows, columns in matrices]
+        factors = [memory.get(f"factor {start}", self._first(start, columns)) for start, _, columns in matrices]
+        products = [matrix @ factor for matrix, factor in zip(ours, factors, strict=True)]
+        reduced = yield AllReduce(_joined([*plain, *products]), weight)
+        lefts = _divided(reduced, [*plain, *products])
+        sides = [orthonormal(left) for left in lefts[len(plain) :]]
+        rights = [matrix.T @ side for matrix, side in zip(ours, sides, strict=True)]
+        result, own = torch.empty_like(values), values.clone()
+        for (start, stop), mean in zip(whole, lefts, strict=False):
+            result[start:stop] = mean
+        if matrices:
+            reduced = yield AllReduce(_joined(rights), weight)
+            memory = dict(memory)
+            both = zip(matrices, sides, rights, _divided(reduced, rights), strict=True)
+            for (start, rows, columns), side, right, mean in both:
+                result[start : start + rows * columns] = outer_product(side, mean).flatten()
+                own[start : start + rows * columns] = outer_product(side, right).flatten()
+                memory[f"factor {start}"] = mean
+        assert isinstance(reduced, Reduced)
+        share = weight / reduced.weight if reduced.weight else 0.0
+        return Mixed(mean=result, own=own, members=reduced.contributors, share=share, memory=memory)
+
+    def _sorted(self, layout: Layout) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Where tensors lie that travel as they are, and where matrices do, with their rows and columns."""
+        whole, matrices = [], []
+        for place in layout:
+            size = place.stop - place.start
+            columns = place.shape[-1] if len(place.shape) > 1 and size else 0
+            rows = size // columns if columns else 0
+            if columns and 2 * self.rank * (rows + columns) < size:
+                matrices.append((place.start, rows, columns))
+            else:
+                whole.append((place.start, place.stop))
+        return whole, matrices
+
+    def _first(self, start: int, columns: int) -> torch.Tensor:
+        return torch.randn(columns, self.rank, generator=torch.Generator().manual_seed(start))
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _divided(reduced: object, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    assert isinstance(reduced, Reduced)
+    sizes = [part.numel() for part in like]
+    if len(reduced.mean) != sum(sizes):
+        raise ProtocolError(f"the swarm's mean has {len(reduced.mean)} values, not {sum(sizes)}")
+    return [mean.view(part.shape) for mean, part in zip(torch.split(reduced.mean, sizes), like, strict=True)]

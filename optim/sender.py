@@ -1,0 +1,114 @@
+"""What both kinds of recipes have in common: one peer's side of an exchange."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from typing import TypeVar
+
+import attrs
+import torch
+
+from optim.recipe import GradientRecipe, Recipe
+from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Mixing, Operation, Work
+from protocol.collective import Collective, Outcome
+
+_T = TypeVar("_T")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Message:
+    """What a peer is about to send. Nothing is remembered of it before it has arrived."""
+
+    taken: torch.Tensor
+    """What the payload is."""
+    values: torch.Tensor
+    """What is sent: with what earlier exchanges left out."""
+    weight: float
+    memory: Memory
+    layout: Layout
+    round: int
+
+
+class Sender:
+    """Prepares what a peer sends, and remembers what it has to."""
+
+    def __init__(self, recipe: Recipe | GradientRecipe) -> None:
+        self._recipe = recipe
+        self._memory: dict[tuple[str, ...], Memory] = {}
+
+    def prepare(self, local: Local, work: Work, layout: Layout, round: int) -> Message:
+        """What to send of one fragment. Values that are not finite do not count, and are not remembered."""
+        memory = self._memory.get(_key(layout), {})
+        taken, after = self._recipe.payload.take(local, memory)
+        values = self._recipe.feedback.before(taken, after)
+        weight = self._recipe.weighting.weight(work)
+        if not bool(torch.isfinite(values).all()):
+            taken, values, after, weight = torch.zeros_like(taken), torch.zeros_like(values), memory, 0.0
+        return Message(taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round)
+
+    def mix(self, message: Message) -> Mixing[Mixed]:
+        """The exchange."""
+        return self._recipe.mixer.mix(message.values, message.weight, message.layout, message.round, message.memory)
+
+    def sent(self, message: Message, mixed: Mixed) -> None:
+        """The exchange was a success."""
+        memory = message.memory if mixed.memory is None else mixed.memory
+        if mixed.share > 0:
+            memory = self._recipe.feedback.after(message.values, mixed.own, memory)
+        self._memory[_key(message.layout)] = memory
+
+    def forget(self) -> None:
+        """The peer goes on from somebody else's state: what it has left out belongs to another one."""
+        self._memory.clear()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What is remembered, by fragment."""
+        return {"\n".join(key): dict(memory) for key, memory in self._memory.items()}
+
+    def load_state_dict(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Takes back what `state_dict` returned."""
+        self._memory = {tuple(key.split("\n")): dict(memory) for key, memory in saved.items()}
+
+
+def _key(layout: Layout) -> tuple[str, ...]:
+    return tuple(place.name for place in layout)
+
+
+def carry_out(swarm: Collective, mixing: Generator[Operation, Outcome, _T], *, tag: str = "") -> _T:
+    """Does what an exchange asks for, one operation after the other, and waits for each.
+
+    Args:
+        swarm: What is asked.
+        mixing: The exchange.
+        tag: Tells apart exchanges that must not be mistaken for one another, see `Collective`.
+
+    Raises:
+        ShoalError: One of them failed.
+    """
+    try:
+        operation = next(mixing)
+        while True:
+            operation = mixing.send(_perform(swarm, operation, tag))
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    finally:
+        mixing.close()
+
+
+def tag_of(fragment: Layout, layout: Layout) -> str:
+    """A tag for exchanges of one fragment: peers that are at different ones must not mix them."""
+    if len(fragment) == len(layout):
+        return ""
+    return hashlib.sha256("\n".join(_key(fragment)).encode()).hexdigest()[:16]
+
+
+def _perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
+    match operation:
+        case AllReduce(values, weight):
+            return swarm.all_reduce(values, weight, tag=tag)
+        case Gather(block):
+            return swarm.gather(block, tag=tag)
+        case Exchange(values, weight):
+            return swarm.exchange(values, weight, tag=tag)
