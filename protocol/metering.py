@@ -54,12 +54,13 @@ class Meter:
         return self._meter.rates(self._counts(peers), peers)
 
     def _counts(self, peers: Collection[PeerId]) -> dict[PeerId, Count]:
-        """Of all connections but those within this machine, which no line limits."""
         counts = {}
         for peer in peers:
             known = self._endpoint.statistics(peer)
-            if known is not None:
-                inside = known.remote.is_loopback
-                sent, received = (0, 0) if inside else (known.bytes_sent, known.bytes_received)
-                counts[peer] = Count(sent, received, known.rtt, known.path == "relayed")
+            if known is None:
+                continue
+            if known.remote.is_loopback:  # within this machine no line limits anything, and what delays it is load
+                counts[peer] = Count(0, 0, 0.0, False)
+            else:
+                counts[peer] = Count(known.bytes_sent, known.bytes_received, known.rtt, known.path == "relayed")
         return counts
