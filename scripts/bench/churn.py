@@ -220,6 +220,8 @@ class Tally:
     redone: list[float] = attrs.field(factory=list)
     """For each disturbed one, the part of the vector that was reduced without a victim; 0 if there was none."""
     wrong: list[str] = attrs.field(factory=list)
+    apart: int = 0
+    """Processes that went on, and made the operation anew among themselves before they found the others again."""
     hangs: int = 0
 
     def row(self) -> dict[str, object]:
@@ -229,11 +231,17 @@ class Tally:
         beyond = [more - part * usual for more, part in zip(extra, self.redone, strict=True)]
         limit = NOTICED[self.case.how]
         hit = [part for part in self.redone if part]
-        good = not self.wrong and not self.hangs and statistics.median(beyond) <= limit <= LONGEST_DEADLINE
+        good = (
+            not self.wrong
+            and not self.apart
+            and not self.hangs
+            and statistics.median(beyond) <= limit <= LONGEST_DEADLINE
+        )
         return {
             "case": f"{self.case.name}, {self.mib} MiB",
             "runs": len(self.disturbed),
             "wrong": len(self.wrong),
+            "apart": self.apart,
             "hangs": self.hangs,
             "usual_s": round(usual, 3),
             "extra_median_s": round(statistics.median(extra), 3),
@@ -358,9 +366,7 @@ class Swarm:
             answer = await victim.reduced(HANG)
             if plan_of(answer.plan).revision == over.revision:
                 self._check([answer])
-                if (plan := plan_of(answer.plan)) != over:
-                    members = len(plan.members)
-                    self._tally.wrong.append(f"operation {over.revision}: one that was stopped has a plan of {members}")
+                self._tally.apart += plan_of(answer.plan) != over
                 await self._begin([victim])
                 answer = await victim.reduced(HANG)
             answers.append(answer)
@@ -471,7 +477,8 @@ def main() -> int:
 def show(line: dict[str, object], wrong: list[str]) -> None:
     """Prints what came of one case."""
     print(
-        f"{line['case']}: {line['runs']} runs, {line['wrong']} wrong, {line['hangs']} hangs; usual {line['usual_s']} s"
+        f"{line['case']}: {line['runs']} runs, {line['wrong']} wrong, {line['apart']} apart, {line['hangs']} hangs"
+        f"; usual {line['usual_s']} s"
         f"; extra: median {line['extra_median_s']} s, max {line['extra_max_s']} s; without what was redone: "
         f"median {line['beyond_redone_median_s']} s, max {line['beyond_redone_max_s']} s, goal <= {line['limit_s']} s; "
         f"{line['hit']} hit, which redid {line['redone']:.0%}{'' if line['met'] else '  MISSED'}",
