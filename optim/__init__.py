@@ -5,6 +5,7 @@ from optim.flat import FlatParameters
 from optim.local import LocalSwarm
 from optim.loops import DiLoCo
 from optim.methods import gradient_recipe, recipe
+from optim.muon import MuonAdamW
 from optim.optimizer import LowCommunicationOptimizer
 from optim.recipe import GradientRecipe, Recipe
 from optim.state import OuterState
@@ -16,6 +17,7 @@ __all__ = [
     "GradientRecipe",
     "LocalSwarm",
     "LowCommunicationOptimizer",
+    "MuonAdamW",
     "OuterState",
     "Recipe",
     "gradient_recipe",

@@ -12,6 +12,7 @@ from torch import nn
 
 from optim.flat import Selection, select
 from optim.recipe import Recipe
+from optim.regularizers import Free
 from optim.sender import Message, Sender, carry_out, tag_of
 from optim.slots import Local, Mixed, Moment, Work
 from optim.state import OuterState
@@ -87,7 +88,7 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             ShoalError: The exchange failed; see the class.
         """
-        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        loss = self._local_step(closure)
         self.local_steps += 1
         self._done += 1
         if self._wait is None:
@@ -96,6 +97,19 @@ class LowCommunicationOptimizer(Wrapper):
             self.synchronize()
         elif self._flight is not None and self.local_steps >= self.recipe.policy.delay:
             self._land()
+        return loss
+
+    def _local_step(self, closure: Callable[[], float] | None) -> float | None:
+        if isinstance(self.recipe.regularizer, Free):
+            return self.inner.step(closure) if closure is not None else self.inner.step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        anchors = self._flat.scatter(self.outer.parameters)
+        parameters = [(parameter, anchors[place.name]) for place, parameter in self._flat.parameters()]
+        self.recipe.regularizer.regularize(parameters, closure)
+        self.inner.step()
         return loss
 
     def synchronize(self) -> None:

@@ -10,10 +10,12 @@ from optim.fragments import Whole
 from optim.merges import Replace
 from optim.mixers import RingMean
 from optim.payloads import Gradient, PseudoGradient
+from optim.regularizers import Free
 from optim.slots import (
     Feedback,
     Finalizer,
     Fragmenter,
+    LocalRegularizer,
     Merge,
     Mixer,
     OuterOptimizer,
@@ -28,6 +30,7 @@ from optim.weightings import ByTokens
 class Recipe:
     """One part for each slot. Peers average together only if their recipes are equal."""
 
+    regularizer: LocalRegularizer = attrs.field(factory=Free)
     policy: SyncPolicy
     fragmenter: Fragmenter = attrs.field(factory=Whole)
     payload: Payload = attrs.field(factory=PseudoGradient)

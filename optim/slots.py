@@ -4,6 +4,7 @@ Local updates, an exchange, an outer step: methods differ only in what they put 
 (`optim/recipe.py`) fills all of them, and whoever drives the training, the daemon or a plain PyTorch loop, goes
 through the slots in the same order:
 
+    regularizer.regularize(parameters, closure) how a local step differs from one of the inner optimizer alone
     policy.steps(moment)                        how many inner steps until the next exchange?
     fragmenter.fragments(layout)                and of which part of the model?
     payload.take(local, memory)                 what to exchange
@@ -24,11 +25,12 @@ each, a multiplication, then an addition, and no reductions.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import attrs
 import torch
+from torch import nn
 
 from optim.flat import Slice
 from optim.state import OuterState
@@ -138,6 +140,21 @@ _T = TypeVar("_T")
 
 Mixing: TypeAlias = Generator[Operation, Outcome, _T]
 """Asks for operations of the collective, one after the other, is sent what came of each, and returns the result."""
+
+
+class LocalRegularizer(Protocol):
+    """What becomes of the local gradient before the inner optimizer steps with it."""
+
+    def regularize(
+        self, parameters: Sequence[tuple[nn.Parameter, torch.Tensor]], closure: Callable[[], float] | None
+    ) -> None:
+        """Changes the gradients.
+
+        Args:
+            parameters: Each with its values in the outer parameters.
+            closure: Computes loss and gradients anew, if the caller of `step` has one.
+        """
+        ...
 
 
 class SyncPolicy(Protocol):

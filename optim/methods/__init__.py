@@ -17,6 +17,8 @@ Constant: TypeAlias = float | str
 RECIPES: Mapping[str, Callable[..., Recipe]] = {
     "diloco": diloco.diloco,
     "fedavg": diloco.fedavg,
+    "fedprox": diloco.fedprox,
+    "fedsam": diloco.fedsam,
     "fedopt": diloco.fedopt,
     "slowmo": diloco.slowmo,
     "quadratic": diloco.quadratic,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import attrs
+
 from optim.fragments import Blocks
 from optim.merges import Blend
 from optim.outers import Adaptive, Nesterov, SlowMomentum
 from optim.policies import FixedSteps, PacedSteps, QuadraticSteps
 from optim.recipe import Recipe
+from optim.regularizers import Proximal, SharpnessAware
 
 
 def diloco(*, inner_steps: int = 500, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> Recipe:
@@ -23,6 +26,16 @@ def diloco(*, inner_steps: int = 500, outer_lr: float = 0.7, outer_momentum: flo
 def fedavg(*, inner_steps: int = 50) -> Recipe:
     """Local SGD, or federated averaging: the outer parameters become the mean of the local ones."""
     return Recipe(policy=FixedSteps(inner_steps), outer=Nesterov(lr=1.0, momentum=0.0))
+
+
+def fedprox(*, inner_steps: int = 50, mu: float = 0.01) -> Recipe:
+    """FedProx (arXiv 1812.06127): local SGD whose steps are drawn back to the outer parameters, for unlike data."""
+    return attrs.evolve(fedavg(inner_steps=inner_steps), regularizer=Proximal(mu))
+
+
+def fedsam(*, inner_steps: int = 50, rho: float = 0.05) -> Recipe:
+    """Local SGD with sharpness-aware steps (arXiv 2010.01412, 2302.04083). `step` needs a closure."""
+    return attrs.evolve(fedavg(inner_steps=inner_steps), regularizer=SharpnessAware(rho))
 
 
 def fedopt(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim import GradientOptimizer, LocalSwarm, LowCommunicationOptimizer, gradient_recipe, recipe
+from optim import GradientOptimizer, LocalSwarm, LowCommunicationOptimizer, MuonAdamW, gradient_recipe, recipe
 from optim.methods.gossip import PairMomentum
 from optim.methods.late import spectral_radius
 from optim.slots import Mixed, Moment
@@ -498,3 +498,87 @@ def test_a_saved_state_continues_bit_for_bit_also_while_an_exchange_is_under_way
 
     for one, other in zip(replicas(LocalSwarm(2), True), replicas(LocalSwarm(2), False), strict=True):
         assert torch.equal(one, other)
+
+
+# Local steps.
+
+
+def test_proximal_steps_are_drawn_back_to_the_outer_parameters():
+    mu, steps = 0.5, 4
+    models, streams = [make_model() for _ in range(2)], [batches(index, 8) for index in range(2)]
+    inners = [adamw(model) for model in models]
+    for _ in range(2):
+        anchor = values_of(models[0])
+        for model, inner, stream in zip(models, inners, streams, strict=True):
+            for inputs, targets in (next(stream) for _ in range(steps)):
+                inner.zero_grad()
+                drift = (nn.utils.parameters_to_vector(model.parameters()) - anchor).square().sum()
+                (nn.functional.mse_loss(model(inputs), targets) + mu / 2 * drift).backward()
+                inner.step()
+        mean = sum(values_of(model) for model in models) / 2
+        for model in models:
+            put(model, mean)
+    results, _ = run("fedprox", 2, 8, inner_steps=steps, mu=mu)
+    torch.testing.assert_close(results[0], mean, **CLOSE)
+
+
+def test_sharpness_aware_steps_take_the_gradient_from_uphill(alone):
+    rho, (inputs, targets) = 0.1, next(batches(0, 1))
+    expected = make_model()
+    inner = sgd(expected)
+    nn.functional.mse_loss(expected(inputs), targets).backward()
+    start, slope = values_of(expected), torch.cat([p.grad.reshape(-1) for p in expected.parameters()])
+    put(expected, start + rho * slope / slope.norm())
+    inner.zero_grad()
+    nn.functional.mse_loss(expected(inputs), targets).backward()
+    put(expected, start)
+    inner.step()
+
+    model = make_model()
+    optimizer = LowCommunicationOptimizer(model, sgd(model), alone, recipe("fedsam", inner_steps=50, rho=rho))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(nn.functional.mse_loss(make_model()(inputs), targets).item())
+    torch.testing.assert_close(values_of(model), values_of(expected), **CLOSE)
+    with pytest.raises(SettingsError, match="closure"):
+        optimizer.step()
+
+
+def test_muon_trains_matrices_and_adamw_the_rest(alone, tmp_path):
+    model = make_model()
+    inner = MuonAdamW(model, lr=0.01, other_lr=0.01, others=[model[2].weight])
+    optimizer = LowCommunicationOptimizer(model, inner, alone, recipe("diloco", inner_steps=4))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    data = list(batches(0, 12))
+    first = nn.functional.mse_loss(model(data[0][0]), data[0][1]).item()
+    train(model, optimizer, data[:6])
+    scheduler.step()
+    assert {group["lr"] for group in inner.param_groups} == {0.005}
+    assert set(inner.state[model[0].weight]) == {"momentum_buffer"}
+    assert "exp_avg" in inner.state[model[2].weight]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    train(model, optimizer, data[6:])
+    assert nn.functional.mse_loss(model(data[0][0]), data[0][1]).item() < first
+
+    other = make_model()
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    resumed = LowCommunicationOptimizer(
+        other,
+        MuonAdamW(other, lr=0.01, other_lr=0.01, others=[other[2].weight]),
+        alone,
+        recipe("diloco", inner_steps=4),
+    )
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(other, resumed, data[6:])
+    assert torch.equal(values_of(other), values_of(model))
+
+
+def test_muon_needs_a_matrix():
+    with pytest.raises(SettingsError, match="no matrix"):
+        MuonAdamW(nn.LayerNorm(4))
