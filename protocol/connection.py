@@ -435,6 +435,8 @@ class Connection:
                 with trio.move_on_after(delay):
                     await self._wake.park()
             else:
+                if self.upload is not None and not self.mux.pieces_waiting:
+                    self.upload.leave(self)  # what was to be sent was given up
                 self.lanes.pause()
                 await self._wake.park()
         return False

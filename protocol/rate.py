@@ -27,8 +27,8 @@ class TokenBucket:
         if not rate > 0:
             raise ValueError(f"a rate must be above zero, not {rate}")
         self._rate = rate
-        self._burst = max(_SMALLEST_BURST, rate * _BURST_SECONDS)
-        self._level = self._burst
+        self._burst = int(max(_SMALLEST_BURST, rate * _BURST_SECONDS))
+        self._level: float = self._burst
         self._updated: float | None = None
         self._waiting: list[object] = []  # in the order in which they came
 

@@ -29,7 +29,11 @@ from protocol.salvage import Holding
 from protocol.vectors import VectorPool, vector_bytes
 
 MAX_PARKED = 128
-"""Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data."""
+"""Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data. Streams whose
+plan has been accepted here are no part of that."""
+
+MAX_PARKED_BY_ONE = 8
+"""Of these, those of one peer."""
 
 READ = 1 << 16
 """Bytes after which a receiver looks at the clock again: a link with less than this per stall time counts as stuck."""
@@ -71,7 +75,9 @@ class RingInbox:
         key = (request.plan_id, stream.peer)
         if key not in self._wanted and not self._admits(stream.peer):
             raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
-        if key in self._parked or len(self._parked) >= MAX_PARKED:
+        theirs = sum(peer == stream.peer for _, peer in self._parked)
+        full = len(self._parked) >= MAX_PARKED or theirs >= MAX_PARKED_BY_ONE
+        if key in self._parked or (full and key not in self._wanted):
             raise RequestRefused("too many streams of ring data", code="busy")
         arrival = self._parked[key] = _Arrival(stream)
         if key in self._wanted:

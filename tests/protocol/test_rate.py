@@ -82,3 +82,13 @@ def test_a_quota_remembers_so_many():
         assert quota.allow(who, 0.0)
     assert len(quota._allowances) == 2
     assert not quota.allow("carol", 0.0)
+
+
+@pytest.mark.parametrize("rate", [1 << 20, 1 << 19, 123_456.7])
+def test_however_many_have_given_up_waiting_a_full_bucket_serves(rate):
+    bucket, now = TokenBucket(rate), 0.0
+    bucket.spend(1 << 20, now)
+    for who in range(40):
+        bucket.delay(now, who)  # and never comes back
+    now += 60.0
+    assert bucket.delay(now, "the last") == 0

@@ -1,5 +1,7 @@
 """One attempt on streams: what becomes of it when others fail, or it is given up."""
 
+import contextlib
+
 import attrs
 import pytest
 import torch
@@ -8,7 +10,7 @@ import trio.testing
 
 from protocol import transfer as module
 from protocol.coordinator import RoundTimes
-from protocol.errors import PeerGone
+from protocol.errors import PeerGone, RequestRefused
 from protocol.identity import PeerId
 from protocol.plan import Plan, Salvaged, Source
 from protocol.ring import Ring
@@ -148,3 +150,36 @@ async def test_who_is_aborted_before_it_has_begun_to_write_leaves_the_memory_alo
     first._ended.set()
     second.abort()
     assert await second.ended() is first._ring
+
+
+async def test_streams_without_a_plan_do_not_keep_out_those_with_one(autojump_clock):
+    inbox = RingInbox(PLAN.run, PLAN.tag, patience=1000.0)
+    others = [PeerId(bytes([number]) * 32) for number in range(1, 40)]
+    async with trio.open_nursery() as nursery:
+
+        async def deliver(peer, plan_id):
+            stream = Arriving()
+            stream.peer = peer
+            with contextlib.suppress(RequestRefused):
+                await inbox.deliver(RingData(PLAN.run, PLAN.tag, plan_id), stream)
+
+        for number in range(module.MAX_PARKED):
+            nursery.start_soon(deliver, others[0], bytes([1, number]) * 16)
+        await trio.testing.wait_all_tasks_blocked()
+        assert inbox.parked == module.MAX_PARKED_BY_ONE
+        for peer in others[1:]:
+            for number in range(module.MAX_PARKED_BY_ONE):
+                nursery.start_soon(deliver, peer, bytes([2, number]) * 16)
+        await trio.testing.wait_all_tasks_blocked()
+        assert inbox.parked == module.MAX_PARKED
+        taken = []
+
+        async def take():
+            taken.append(await inbox.take(PLAN.id, B))
+
+        nursery.start_soon(take)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(deliver, B, PLAN.id)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(taken) == 1
+        nursery.cancel_scope.cancel()
