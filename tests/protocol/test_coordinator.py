@@ -245,6 +245,16 @@ def test_steps_down_but_keeps_those_who_cannot_reach_the_other():
     assert table.core.candidates == {B}
 
 
+def test_who_steps_down_goes_there_itself_although_it_had_tried():
+    """It would open the window again, ask, be told where to go, and so on as fast as messages travel."""
+    table = Table()
+    table.ready(US, tried=[D])
+    table.poll()
+    assert table.core.step_down(D, ())
+    assert sent(table.poll(), Redirect) == {US: Redirect(D, ())}
+    assert table.core.closes is None
+
+
 def test_does_not_step_down_once_a_plan_is_out():
     table = Table()
     table.start(US, A)

@@ -20,6 +20,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -34,7 +35,7 @@ from protocol.operations import AsyncCollective
 from protocol.plan import Plan, coordinators
 from tests.sim.calls import CALLS, PATIENCE, Calls
 from tests.sim.swarm import TIMES, running
-from tests.sim.trainers import FOUNDED, Trainer, Trainers
+from tests.sim.trainers import Trainer, Trainers
 
 CALLS_RUN = hashlib.sha256(b"simulated calls").digest()
 SIZES = {2: 18, 3: 26, 4: 22, 5: 14, 6: 8, 7: 4, 8: 3, 10: 2, 12: 1, 16: 1, 24: 0.3, 32: 0.3}
@@ -44,7 +45,7 @@ MOST_BORN = 3
 LIMITS = Limits(heartbeat=2.0, dead_after=5.0)
 MOMENTS = ("begun", "sending", "finished", "committed")
 CALM = 240.0
-REST = 60.0
+REST = 60
 """Simulated seconds in which nothing is left of the last round."""
 
 
@@ -110,11 +111,8 @@ class Actor(Trainer):
         await self.swarm.begin.wait()
         rng = random.Random(f"{self.swarm.seed}/{self.number}/{tag}")
         while not self.swarm.mended:
-            self.swarm.calling += 1
-            try:
+            with self.swarm.calling():
                 await calls.one(self, tag)
-            finally:
-                self.swarm.calling -= 1
             await trio.sleep(rng.uniform(0, 4))
 
 
@@ -124,8 +122,10 @@ class HistorySwarm(Trainers):
     def __init__(self, seed: int, rng: random.Random) -> None:
         codec = "fp32" if rng.random() < 0.6 else rng.choice(NAMES)
         self.calls = _calls(rng) if rng.random() < 0.25 else None
-        self.calling = 0
         self.mended = False
+        self.silent = trio.Event()
+        """Set while nobody calls an operation."""
+        self._calls = 0
         self.outer_time = rng.choice([0.0, 0.1, 0.5])
         self.attempts: weakref.WeakSet[Attempt] = weakref.WeakSet()
         self.newest: Plan | None = None
@@ -177,6 +177,22 @@ class HistorySwarm(Trainers):
     def stir(self) -> None:
         self._news.set()
         self._news = trio.Event()
+
+    @property
+    def calls_going_on(self) -> bool:
+        return self._calls > 0
+
+    @contextmanager
+    def calling(self):
+        """Somebody calls an operation."""
+        self._calls += 1
+        self.silent = trio.Event()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self.silent.set()
 
     async def born(self, number: int, before: Trainer | None = None) -> None:
         """A peer joins, or one that was killed comes back."""
@@ -414,17 +430,18 @@ async def _calm(swarm: HistorySwarm, history: History) -> None:
     swarm.check()
     history.rounds = swarm.last
     history.attempts = max(result.plan.attempt for peer in swarm.alive for result in peer.results.values())
-    deadline = trio.current_time() + REST
-    while (left := _left(swarm)) and trio.current_time() < deadline:
-        await trio.sleep(2)
-    assert not left, "; ".join(left)
+    for _ in range(REST):
+        if not _left(swarm):
+            break
+        await trio.sleep(1)
+    assert not _left(swarm), "; ".join(_left(swarm))
 
 
 async def _last_calls(swarm: HistorySwarm, calls: Calls) -> None:
     """Once nothing goes wrong any more, everybody takes part, if not in the first try: some may be ahead."""
     with trio.fail_after(2 * PATIENCE):
-        while swarm.calling:
-            await trio.sleep(1)
+        while swarm.calls_going_on:  # one may begin as another ends
+            await swarm.silent.wait()
         for tag in calls.tags:
             for _ in range(4):
                 outcomes = []
@@ -469,6 +486,3 @@ def _forgotten(swarm: HistorySwarm) -> None:
     swarm.brought.clear()
     gc.collect()
     assert not swarm.attempts, f"{len(swarm.attempts)} attempts are still in memory"
-
-
-__all__ = ["FOUNDED", "History", "run_history"]

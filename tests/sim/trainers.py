@@ -254,7 +254,9 @@ class Trainers(SimulatedSwarm[Trainer]):
         for peer in self.peers:
             for revision, reduced in peer.results.items():
                 assert reduced.plan.revision == revision
-                assert bits(reduced.mean) == bits(self.expected(reduced.plan, means)), "not the mean of what was brought"
+                assert bits(reduced.mean) == bits(self.expected(reduced.plan, means)), (
+                    "not the mean of what was brought"
+                )
         self._check_agreement()
 
     def expected(self, plan: Plan, means: dict[bytes, torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from protocol.courtesy import Courtesy
 from protocol.endpoint import Limits
 from protocol.errors import ShoalError
 from protocol.operations import AsyncCollective
+from protocol.plan import MAX_WEIGHT
 from tests.sim.swarm import SimulatedPeer, SimulatedSwarm, running
 
 RUN = hashlib.sha256(b"a simulated collective").digest()
@@ -24,7 +25,9 @@ class Peer(SimulatedPeer):
     def __init__(self, swarm: Swarm, number: int, limits: Limits) -> None:
         super().__init__(swarm, number, limits)
         self.courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
-        settings = ChannelSettings(times=swarm.times, max_block=1 << 24, courtesy=self.courtesy)
+        settings = ChannelSettings(
+            times=swarm.times, max_weight=swarm.max_weight, max_block=1 << 24, courtesy=self.courtesy
+        )
         self.collective = AsyncCollective(self.endpoint, RUN, roster=self, settings=settings)
 
     async def begin(self, nursery: trio.Nursery) -> None:
@@ -34,8 +37,15 @@ class Peer(SimulatedPeer):
 class Swarm(SimulatedSwarm[Peer]):
     """Peers that call operations."""
 
-    def __init__(self, count: int, *, limits: Callable[[int], Limits] = lambda number: Limits(), **options) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        count: int,
+        *,
+        limits: Callable[[int], Limits] = lambda number: Limits(),
+        max_weight: float = MAX_WEIGHT,
+        **options,
+    ) -> None:
+        self.limits, self.max_weight = limits, max_weight
         super().__init__(count, run_id=RUN, **options)
 
     def make(self, number: int) -> Peer:
