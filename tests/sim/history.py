@@ -38,8 +38,10 @@ from tests.sim.swarm import TIMES, running
 from tests.sim.trainers import Trainer, Trainers
 
 CALLS_RUN = hashlib.sha256(b"simulated calls").digest()
-SIZES = {2: 18, 3: 26, 4: 22, 5: 14, 6: 8, 7: 4, 8: 3, 10: 2, 12: 1, 16: 1, 24: 0.3, 32: 0.3}
-"""How often a swarm begins with so many peers, in percent."""
+SIZES = {2: 18, 3: 26, 4: 22, 5: 14, 6: 8, 7: 4, 8: 3, 10: 2, 12: 1, 16: 0.4, 32: 0.15}
+"""How often a swarm begins with so many peers, in percent, about. What one costs grows with the square of its size."""
+LARGE = 12
+"""Larger swarms suffer less at a time: no joining, no other operations, two faults."""
 MOST_BORN = 3
 """Peers that join or come back in one history, at most."""
 LIMITS = Limits(heartbeat=2.0, dead_after=5.0)
@@ -121,7 +123,8 @@ class HistorySwarm(Trainers):
 
     def __init__(self, seed: int, rng: random.Random) -> None:
         codec = "fp32" if rng.random() < 0.6 else rng.choice(NAMES)
-        self.calls = _calls(rng) if rng.random() < 0.25 else None
+        size = rng.choices(list(SIZES), list(SIZES.values()))[0]
+        self.calls = _calls(rng) if rng.random() < 0.25 and size <= LARGE else None
         self.mended = False
         self.silent = trio.Event()
         """Set while nobody calls an operation."""
@@ -133,7 +136,7 @@ class HistorySwarm(Trainers):
         self._passer: Actor | None = None
         self._news = trio.Event()
         super().__init__(
-            rng.choices(list(SIZES), list(SIZES.values()))[0],
+            size,
             length=rng.choice([1, 2, 7, 40]) * (1 if codec == "fp32" else 100),
             codec=codec,
             limits=LIMITS,
@@ -250,12 +253,13 @@ class Faults:
     def __init__(self, swarm: HistorySwarm, rng: random.Random, history: History) -> None:
         self.swarm, self.rng, self.history = swarm, rng, history
         self.undo: list[Callable[[], None]] = []
-        self.born = 0
+        self.large = len(swarm.peers) > LARGE
+        self.born = MOST_BORN if self.large else 0
         self.kinds = [self.kill, self.kill, self.stall, self.cut, self.jam, self.lie_still, self.slow, self.dawdle]
         self.kinds += [self.come_back, self.come_back, self.join, self.mend]
 
     async def run(self, nursery: trio.Nursery) -> None:
-        for _ in range(self.rng.randint(1, 6)):
+        for _ in range(self.rng.randint(1, 2 if self.large else 6)):
             peer = await self._moment()
             for kind in self.rng.sample(self.kinds, self.rng.choice([1, 1, 1, 2])):
                 await kind(peer, nursery)

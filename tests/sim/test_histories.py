@@ -11,6 +11,8 @@ from tests.sim.history import run_history
 SEEDS = 500
 FAULTS = {48: "a coordinator that steps down for a peer it had lost before opened its window again and again"}
 """Seeds that have shown a fault."""
+LARGE = 556
+"""One of 32 peers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,6 +24,6 @@ def quick_collections():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("seed", sorted({*range(SEEDS), *FAULTS}))
+@pytest.mark.parametrize("seed", sorted({*range(SEEDS), *FAULTS, LARGE}))
 async def test_whatever_happens(autojump_clock, seed):
     await run_history(seed)
