@@ -255,6 +255,7 @@ class Faults:
         self.undo: list[Callable[[], None]] = []
         self.large = len(swarm.peers) > LARGE
         self.born = MOST_BORN if self.large else 0
+        self.single = {self.jam, self.lie_still, self.slow, self.dawdle}  # what they change is put back as it was
         self.kinds = [self.kill, self.kill, self.stall, self.cut, self.jam, self.lie_still, self.slow, self.dawdle]
         self.kinds += [self.come_back, self.come_back, self.join, self.mend]
 
@@ -262,7 +263,8 @@ class Faults:
         for _ in range(self.rng.randint(1, 2 if self.large else 6)):
             peer = await self._moment()
             for kind in self.rng.sample(self.kinds, self.rng.choice([1, 1, 1, 2])):
-                await kind(peer, nursery)
+                if not (self.undo and kind in self.single):
+                    await kind(peer, nursery)
         await trio.sleep(self.rng.choice([0.1, 2.0, 8.0]) * self.rng.random())
 
     async def _moment(self) -> Actor:

@@ -44,8 +44,8 @@ class JammedStream:
         self.left -= 1
         await self.stream.send_bytes(data)
 
-    async def finish(self) -> None:
-        await self.stream.finish()
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 class SimulatedPeer:
