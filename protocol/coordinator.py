@@ -317,6 +317,9 @@ class Coordinator:
 
     def _collect(self, now: float, view: View) -> None:
         fit = self._fit(view)
+        if not fit and self._candidates and self._blamed:
+            self._blamed = set()  # there is nobody else: to do without them means to do nothing for ever
+            fit = self._fit(view)
         if not fit:
             self.closes = None
             return

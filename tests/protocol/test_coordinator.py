@@ -443,6 +443,23 @@ def test_accused_coordinators_exclude_the_accuser_first_and_then_themselves():
     assert set(table.plan.members) == {A, B, C}
 
 
+def test_who_has_excluded_itself_and_then_loses_all_others_goes_on_alone():
+    table = Table()
+    table.start(US, A, B)
+    for accuser in (A, B):
+        table.core.failed(accuser, table.plan.ballot, US, 0, table.now)
+        table.wait(TIMES.settle)
+        table.accept(*table.plan.members)
+    assert US not in table.plan.members
+    alone = {US}
+    for peer in (A, B):
+        table.core.gone(peer)
+    table.live = alone
+    table.poll()
+    table.wait(TIMES.settle)
+    assert table.plan.members == (US,)
+
+
 def test_old_and_foreign_reports_are_ignored():
     table = Table()
     plan = table.start(US, A, B)

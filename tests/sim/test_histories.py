@@ -9,7 +9,10 @@ import pytest
 from tests.sim.history import run_history
 
 SEEDS = 500
-FAULTS = {48: "a coordinator that steps down for a peer it had lost before opened its window again and again"}
+FAULTS = {
+    48: "a coordinator that stepped down for a peer it had lost before opened its window again and again",
+    2303: "a coordinator that had excluded itself, and then lost all others, did nothing for ever",
+}
 """Seeds that have shown a fault."""
 LARGE = 556
 """One of 32 peers."""

@@ -70,7 +70,10 @@ class Trainer(SimulatedPeer):
         """Begins an attempt, as the peer would, and remembers the plan: others may salvage from it."""
         self.swarm.plans[plan.id] = plan
         self.swarm.brought[plan.id, self.id] = work
-        self.swarm.accepted.setdefault(plan.id, set()).add(self)
+        accepted = self.swarm.accepted.setdefault(plan.id, set())
+        if any(other.id == self.id and other is not self for other in accepted):
+            self.swarm.repeated.add(plan.id)
+        accepted.add(self)
         return self._begin(plan, work)
 
     def values(self, revision: int) -> torch.Tensor:
@@ -214,6 +217,9 @@ class Trainers(SimulatedSwarm[Trainer]):
         """What everybody has brought to each plan."""
         self.accepted: dict[bytes, set[Trainer]] = {}
         """Who has begun to carry out each plan."""
+        self.repeated: set[bytes] = set()
+        """Plans that a peer has made again after its death, of which it knows nothing: it need not bring the same, so
+        there are two results. Their digests differ, and nobody else can have taken part in both, see `Ready.ballot`."""
         self.last: int | None = None
         """The last revision that peers make; afterwards they rest."""
         super().__init__(count, run_id=RUN, **options)
@@ -290,6 +296,8 @@ class Trainers(SimulatedSwarm[Trainer]):
         for peer in self.peers:
             for reduced in peer.reduced:
                 plan = reduced.plan
+                if plan.id in self.repeated:
+                    continue
                 assert found.setdefault(plan.id, bits(reduced.mean)) == bits(reduced.mean), "two results of one plan"
                 plans = rounds.setdefault((plan.revision, plan.base), {})
                 plans.setdefault(plan.id, (plan, set()))[1].add(peer)
