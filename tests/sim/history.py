@@ -139,6 +139,7 @@ class HistorySwarm(Trainers):
             size,
             length=rng.choice([1, 2, 7, 40]) * (1 if codec == "fp32" else 100),
             codec=codec,
+            schedule=rng.choice(["", "any", "any"]),
             limits=LIMITS,
             seed=seed,
             latency=rng.choice([0.001, 0.05, 0.2]),
@@ -474,7 +475,7 @@ def _left(swarm: HistorySwarm) -> list[str]:
         rounds = peer.rounds
         if rounds.statistics().busy or rounds._attempts or rounds._inbox._wanted:
             left.append(f"{peer.host}: {rounds.statistics()}, {len(rounds._attempts)} attempts")
-        if tasks := rounds._nursery.child_tasks:
+        if tasks := [task for task in rounds._nursery.child_tasks if not task.name.endswith("Meter.run")]:
             left.append(f"{peer.host}: tasks {sorted(task.name for task in tasks)}")
         if peer.collective is not None and peer.collective.busy:
             left.append(f"{peer.host}: operations")

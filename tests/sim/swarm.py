@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -148,6 +148,10 @@ class SimulatedSwarm(Generic[P]):
         self.nursery: trio.Nursery | None = None
         self.peers: list[P] = [self.make(number) for number in range(count)]
 
+    def arranged(self) -> AbstractContextManager[object]:
+        """What has to be arranged while the swarm is there."""
+        return nullcontext()
+
     def make(self, number: int) -> P:
         """A peer that is about to be born."""
         raise NotImplementedError
@@ -185,7 +189,7 @@ async def running(swarm: S):
     """A swarm whose peers run and are connected; everything has ended, and nothing hangs, when the block is left."""
     trio._core._run._r.seed(swarm.seed)  # the order of tasks; importing hypothesis makes trio respect it
     torch.set_num_threads(1)
-    with trio.fail_after(3600):
+    with trio.fail_after(3600), swarm.arranged():
         async with trio.open_nursery() as nursery:
             await swarm.start(nursery)
             yield swarm

@@ -6,18 +6,21 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from unittest import mock
 
 import attrs
 import torch
 import trio
 
-from protocol.codecs import CodecName, make_codec
+from protocol.codecs import CodecName, block_of, make_codec
 from protocol.collective import Reduced
 from protocol.endpoint import Limits
 from protocol.errors import Behind, Fork, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.member import Work
 from protocol.plan import Plan
+from protocol.planner import Lines, scheduled
 from protocol.ring import reference
 from protocol.rounds import RoundEvent, Rounds
 from protocol.transfer import Transfer
@@ -166,7 +169,7 @@ class Trainer(SimulatedPeer):
                 endpoint=self.endpoint,
                 inbox=self.rounds._inbox,
                 times=self.swarm.times,
-                memory=self.rounds._vectors,
+                memory=self.rounds._carrying.vectors,
                 previous=work.last,
             )
 
@@ -204,10 +207,11 @@ class Trainers(SimulatedSwarm[Trainer]):
         *,
         length: int = 23,
         codec: CodecName = "fp32",
+        schedule: str = "",
         limits: Limits | None = None,
         **options,
     ) -> None:
-        self.codec, self.length, self.limits = codec, length, limits or Limits()
+        self.codec, self.length, self.schedule, self.limits = codec, length, schedule, limits or Limits()
         self.begin = trio.Event()
         self.training_time: Callable[[Trainer, int], float] = lambda peer, revision: 1.0 + 0.01 * peer.number
         self.weight: Callable[[Trainer], float] = lambda peer: float(peer.number + 1)
@@ -223,6 +227,27 @@ class Trainers(SimulatedSwarm[Trainer]):
         self.last: int | None = None
         """The last revision that peers make; afterwards they rest."""
         super().__init__(count, run_id=RUN, **options)
+
+        self._chance = random.Random(f"{self.seed}/plans")
+
+    def arranged(self) -> AbstractContextManager[object]:
+        return mock.patch("protocol.coordinator.scheduled", self.scheduled)
+
+    def scheduled(self, plan: Plan, lines: Lines) -> Plan:
+        """What coordinators make of a plan: what the planner says, or as this swarm was told."""
+        if not self.schedule or plan.operation != "reduce":
+            return scheduled(plan, lines)
+        chosen = self._chance.choice(["ring", "direct"]) if self.schedule == "any" else self.schedule
+        if plan.codec != "fp32":
+            chosen = "direct"
+        blocks = ()
+        if self.schedule == "any" and self._chance.random() < 0.6:
+            unit = block_of(plan.codec)
+            cuts = sorted(
+                min(unit * self._chance.randint(0, -(-plan.free // unit)), plan.free) for _ in plan.members[1:]
+            )
+            blocks = tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, plan.free]))
+        return attrs.evolve(plan, schedule=chosen, blocks=blocks)
 
     def make(self, number: int) -> Trainer:
         return Trainer(self, number, self.limits)
@@ -275,7 +300,15 @@ class Trainers(SimulatedSwarm[Trainer]):
                 one = PeerId(source.plan)
                 inputs[one] = self.expected(self.plans[source.plan], means)
                 earlier[source.plan] = attrs.evolve(
-                    plan, coordinator=one, members=(one,), weights=(1.0,), codec="fp32", sources=(), salvaged=()
+                    plan,
+                    coordinator=one,
+                    members=(one,),
+                    weights=(1.0,),
+                    codec="fp32",
+                    sources=(),
+                    salvaged=(),
+                    schedule="ring",
+                    blocks=(),
                 )
             means[plan.id] = reference(plan, inputs, earlier)
         return means[plan.id]

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from protocol.channels import ChannelSettings
+from protocol.codecs import CodecName
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Limits
 from protocol.errors import ShoalError
@@ -26,7 +27,11 @@ class Peer(SimulatedPeer):
         super().__init__(swarm, number, limits)
         self.courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
         settings = ChannelSettings(
-            times=swarm.times, max_weight=swarm.max_weight, max_block=1 << 24, courtesy=self.courtesy
+            times=swarm.times,
+            codec=swarm.codec,
+            max_weight=swarm.max_weight,
+            max_block=1 << 24,
+            courtesy=self.courtesy,
         )
         self.collective = AsyncCollective(self.endpoint, RUN, roster=self, settings=settings)
 
@@ -42,10 +47,11 @@ class Swarm(SimulatedSwarm[Peer]):
         count: int,
         *,
         limits: Callable[[int], Limits] = lambda number: Limits(),
+        codec: CodecName = "fp32",
         max_weight: float = MAX_WEIGHT,
         **options,
     ) -> None:
-        self.limits, self.max_weight = limits, max_weight
+        self.limits, self.codec, self.max_weight = limits, codec, max_weight
         super().__init__(count, run_id=RUN, **options)
 
     def make(self, number: int) -> Peer:

@@ -12,7 +12,11 @@ from tests.sim.trainers import Trainers
 
 @asynccontextmanager
 async def running_swarm(count: int, *, train: bool = True, **options):
-    """A swarm whose peers run. Without `train`, they are connected and take part in nothing by themselves."""
+    """A swarm whose peers run.
+
+    Without `train`, the peers are connected and take part in nothing by themselves. With a `schedule`, all plans have
+    that one; with "any", this or that, and members own parts of any size.
+    """
     async with running(Trainers(count, **options)) as swarm:
         if train:
             swarm.begin.set()
