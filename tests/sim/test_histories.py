@@ -9,11 +9,6 @@ import pytest
 from tests.sim.history import run_history
 
 SEEDS = 500
-FAULTS = {
-    48: "a coordinator that stepped down for a peer it had lost before opened its window again and again",
-    2303: "a coordinator that had excluded itself, and then lost all others, did nothing for ever",
-}
-"""Seeds that have shown a fault."""
 LARGE = 556
 """One of 32 peers."""
 
@@ -27,6 +22,6 @@ def quick_collections():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("seed", sorted({*range(SEEDS), *FAULTS, LARGE}))
+@pytest.mark.parametrize("seed", [*range(SEEDS), LARGE])
 async def test_whatever_happens(autojump_clock, seed):
     await run_history(seed)
