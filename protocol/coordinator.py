@@ -277,11 +277,14 @@ class Coordinator:
         self._reset()
 
     def step_down(self, leader: PeerId, addresses: tuple[Address, ...]) -> bool:
-        """Another peer leads: those who can reach it are sent there. False when it is too late for that."""
+        """Another peer leads: those who can reach it are sent there. False when it is too late for that.
+
+        We go there in any case: whatever we had tried when we got ready, by now we do not take that peer for lost.
+        """
         if self.plan is not None or self.holder is not None:
             return False
         for peer, candidate in tuple(self._candidates.items()):
-            if leader not in candidate.tried and peer != leader:
+            if peer != leader and (peer == self._peer or leader not in candidate.tried):
                 self._dismiss(peer, Redirect(leader, addresses))
         self.closes = None
         self._answers.clear()
@@ -314,6 +317,9 @@ class Coordinator:
 
     def _collect(self, now: float, view: View) -> None:
         fit = self._fit(view)
+        if not fit and self._candidates and self._blamed:
+            self._blamed = set()  # there is nobody else: to do without them means to do nothing for ever
+            fit = self._fit(view)
         if not fit:
             self.closes = None
             return

@@ -108,7 +108,9 @@ class Leadership:
         """The peer to take part under; in the end ourselves."""
         if self._coordinating or self._hinted == self._peer:
             return self._peer
-        return self._hinted or self._best(frozenset())
+        leader = self._hinted or self._best(frozenset())
+        # If it waits here, and we went there, neither would lead.
+        return self._peer if leader in self._sessions and self._closer(self._peer, leader) else leader
 
     def crossed(self, peer: PeerId) -> None:
         """A ready peer comes to us. If we have gone to that very peer, the better placed one of us has to lead."""

@@ -45,7 +45,7 @@ class MemoryNetwork:
         self._bandwidth = math.inf if bandwidth is None else bandwidth
         self._hosts: dict[str, _Host] = {}
         self._links: dict[tuple[str, str], _Link] = {}
-        self._partitions: list[tuple[frozenset[str], frozenset[str]]] = []
+        self._partitions: list[tuple[frozenset[str], frozenset[str]]] = []  # senders, and to whom nothing gets
         self._left: set[str] = set()  # names whose hosts have moved
 
     def transport(self, host: str) -> MemoryTransport:
@@ -93,11 +93,20 @@ class MemoryNetwork:
         self._left.discard(new)
         moved.wake()
 
-    def partition(self, group_a: Collection[str], group_b: Collection[str]) -> None:
-        """Cut all links between two groups of hosts. Nobody is told: bytes and dials vanish. Partitions add up."""
+    def partition(self, group_a: Collection[str], group_b: Collection[str], *, one_way: bool = False) -> None:
+        """Cut all links between two groups of hosts. Nobody is told: bytes and dials vanish. Partitions add up.
+
+        Args:
+            group_a: Some hosts.
+            group_b: Some others.
+            one_way: Only what the first group sends is lost. Dials fail both ways, as their answers are lost.
+        """
         for pipe in self._pipes():
             pipe.settle()
-        self._partitions.append((frozenset(map(_canonical, group_a)), frozenset(map(_canonical, group_b))))
+        first, second = frozenset(map(_canonical, group_a)), frozenset(map(_canonical, group_b))
+        self._partitions.append((first, second))
+        if not one_way:
+            self._partitions.append((second, first))
 
     def heal(self) -> None:
         """End all partitions. What was under way arrives after all, as TCP would send it again."""
@@ -131,7 +140,7 @@ class MemoryNetwork:
     def is_cut(self, source: str, target: str) -> bool:
         if source in self._left or target in self._left:
             return True
-        return any((source in a and target in b) or (source in b and target in a) for a, b in self._partitions)
+        return any(source in senders and target in receivers for senders, receivers in self._partitions)
 
     def connect(self, source: _Host, address: Address) -> MemoryStream:
         """What happens when a request to connect reaches `address`."""
@@ -189,12 +198,16 @@ class MemoryTransport:
         """Wait until a request and its answer have gone through, or this host has died."""
         network, host = self._network, self._host
         while host.alive:
-            if not host.stalled and not network.is_cut(host.name, target):
+            if not host.stalled and not self._cut_off(target):
                 await trio.sleep(network.link(host.name, target).latency + network.link(target, host.name).latency)
-                if not host.stalled and not network.is_cut(host.name, target):
+                if not host.stalled and not self._cut_off(target):
                     return
             else:
                 await host.changed.park()
+
+    def _cut_off(self, target: str) -> bool:
+        network, name = self._network, self._host.name
+        return network.is_cut(name, target) or network.is_cut(target, name)
 
 
 class MemoryListener:

@@ -580,6 +580,10 @@ class Rounds:
         Raises: See `Results.fetch`.
         """
         base = self._digests.get(revision - 1)
+        kept = self._results.get(revision)
+        if kept is not None and base in (None, kept.plan.base):  # fetched before we knew that the round is over for us
+            await trio.lowlevel.checkpoint()
+            return kept
         reduced = await self._results.fetch(peer, revision, base=base, misfit=self._misfit)
         self._keep(reduced)
         return reduced

@@ -245,6 +245,16 @@ def test_steps_down_but_keeps_those_who_cannot_reach_the_other():
     assert table.core.candidates == {B}
 
 
+def test_who_steps_down_goes_there_itself_although_it_had_tried():
+    """It would open the window again, ask, be told where to go, and so on as fast as messages travel."""
+    table = Table()
+    table.ready(US, tried=[D])
+    table.poll()
+    assert table.core.step_down(D, ())
+    assert sent(table.poll(), Redirect) == {US: Redirect(D, ())}
+    assert table.core.closes is None
+
+
 def test_does_not_step_down_once_a_plan_is_out():
     table = Table()
     table.start(US, A)
@@ -431,6 +441,23 @@ def test_accused_coordinators_exclude_the_accuser_first_and_then_themselves():
     ring_of(table, (second.members[(second.members.index(US) + 1) % 3], 0))
     table.wait(1)
     assert set(table.plan.members) == {A, B, C}
+
+
+def test_who_has_excluded_itself_and_then_loses_all_others_goes_on_alone():
+    table = Table()
+    table.start(US, A, B)
+    for accuser in (A, B):
+        table.core.failed(accuser, table.plan.ballot, US, 0, table.now)
+        table.wait(TIMES.settle)
+        table.accept(*table.plan.members)
+    assert US not in table.plan.members
+    alone = {US}
+    for peer in (A, B):
+        table.core.gone(peer)
+    table.live = alone
+    table.poll()
+    table.wait(TIMES.settle)
+    assert table.plan.members == (US,)
 
 
 def test_old_and_foreign_reports_are_ignored():

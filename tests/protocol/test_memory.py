@@ -295,6 +295,21 @@ async def test_a_partition_cuts_only_between_its_groups(network, autojump_clock)
         assert await hangs(receive, a, 1)
 
 
+async def test_a_partition_can_be_one_way(network, autojump_clock):
+    async with connected(network) as (a, b):
+        network.partition({"a"}, {"b"}, one_way=True)
+        await b.send(b"x")
+        assert await elapsed(receive, a, 1) == pytest.approx(LATENCY)
+        await a.send(b"y")
+        assert await hangs(receive, b, 1)
+        for dialler, address in (("a", Address("b", 1)), ("b", Address("a", 1))):
+            async with aclosing(await network.transport(address.host).listen(address)):
+                with pytest.raises(PeerUnreachable, match="did not answer"):
+                    await network.transport(dialler).dial(address)
+        network.heal()
+        assert await receive(b, 1) == b"y"
+
+
 async def test_dials_into_a_partition_time_out(network, autojump_clock):
     async with aclosing(await network.transport("b").listen(SERVER)):
         network.partition({"a"}, {"b"})

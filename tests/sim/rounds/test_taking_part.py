@@ -134,6 +134,15 @@ async def test_a_coordinator_that_is_not_ready_coordinates_all_the_same(autojump
         assert torch.equal(fetched.mean, results[0].mean)
 
 
+async def test_a_result_that_is_here_can_be_had_though_its_holder_is_gone(autojump_clock, swarm_of):
+    async with swarm_of(3, train=False) as swarm:
+        *quick, slow = ranked(swarm, 1)
+        await reduce_all(quick, 1, [torch.ones(3)] * 2, [1.0] * 2)
+        fetched = await slow.rounds.fetch_result(quick[0].id, 1)
+        swarm.kill(quick[0])
+        assert await slow.rounds.fetch_result(quick[0].id, 1) is fetched
+
+
 async def test_who_missed_the_round_is_told_who_has_it(autojump_clock, swarm_of):
     async with swarm_of(3, train=False) as swarm:
         *quick, slow = ranked(swarm, 1)

@@ -107,3 +107,17 @@ async def test_a_member_goes_over_to_a_better_placed_coordinator(autojump_clock,
         assert set(round.reduced) == {first, third}
         assert len(round.plans()) == 1
         nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_does_not_go_to_one_that_waits_at_it(autojump_clock, swarm_of):
+    """Each would wait for the other, since the better placed one has been told of the other before."""
+    async with swarm_of(2, train=False) as swarm, trio.open_nursery() as nursery:
+        first, second = ranked(swarm, 2)
+        round = Reduction(nursery)
+        first.rounds._leadership(2).follow(second.id)
+        round.begin(second)
+        await trio.sleep(1)
+        round.begin(first)
+        with trio.fail_after(5):
+            await round.ended(2)
+        assert len(round.plans()) == 1
