@@ -108,8 +108,8 @@ def verified(ours: History | None, start: Header, data: bytes, tip: Tip, rules: 
     if len(links) > KEPT_LINKS:
         raise ProtocolError(f"a history of {len(links)} revisions, which are more than anybody keeps")
     for link in links:
+        _check_contributions(link, headers[-1].revision + 1, rules)  # first, as not all weights have a sum
         headers.append(headers[-1].next(link))
-        _check_contributions(link, headers[-1].revision, rules)
     if headers[-1].tip != tip:
         raise ProtocolError("a history that does not lead to the state that it was said to")
     digests = [header.digest for header in headers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -12,7 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from optim import OuterState
-from peer.chain import Header, Link
+from peer.chain import Header, Link, unpack_links
 from peer.history import History, Rules, verified
 from peer.state import CommittedState, read_range
 from peer.sync import DescribeRequest, Description, RangeReply, RangeRequest, SyncFailed, fetch_state
@@ -68,7 +69,7 @@ def history(data: bytes) -> None:
         )
         start = attrs.evolve(start, **wrong)
     while choices.one_in(2):
-        links = choices.damaged(links)
+        links = _weighed(choices, links) if choices.one_in(3) else choices.damaged(links)
     ours = choices.of((None, _HISTORY.until(0), _HISTORY.until(1), _HISTORY))
     known = place == 0 or (ours is not None and ours.find((start.digest,)) is not None)
     try:
@@ -82,6 +83,19 @@ def history(data: bytes) -> None:
     assert b"".join(_HISTORY.links).endswith(b"".join(found.links))
 
 
+def _weighed(choices: Choices, links: bytes) -> bytes:
+    """The links, with other weights in one of them: also such as cannot be added up."""
+    try:
+        made = unpack_links(links, _RULES.max_members)
+    except ProtocolError:
+        return links
+    if made:
+        place = choices.number(len(made) - 1)
+        weighed = (attrs.evolve(signed, weight=choices.of(_WEIGHTS)) for signed in made[place].contributions)
+        made[place] = attrs.evolve(made[place], contributions=tuple(weighed))
+    return b"".join(link.pack() for link in made)
+
+
 def _make_history() -> History:
     made = History((Header.genesis(RUN, bytes(32)),))
     for number in range(3):
@@ -91,6 +105,7 @@ def _make_history() -> History:
     return made
 
 
+_WEIGHTS = (math.inf, -math.inf, math.nan, 1e308, -1e308, 0.0, -1.0, 5.0)
 _SIGNERS = tuple(Identity.from_seed(bytes([number]) * 32) for number in range(1, 4))
 _HISTORY = _make_history()
 _RULES = Rules(max_weight=5.0, max_members=4, admits=lambda peer: True)

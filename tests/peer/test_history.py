@@ -117,6 +117,15 @@ def test_weights_beyond_what_the_run_allows(weight):
         show(theirs, OURS)
 
 
+@pytest.mark.parametrize("weights", [(float("inf"), -float("inf")), (1e308, 1e308), (float("nan"), 1.0), (1.0, 1e308)])
+def test_weights_that_have_no_sum(weights):
+    signed = tuple(SignedWeight(weight, PEERS[n].public_key + bytes(64)) for n, weight in enumerate(weights))
+    data = Link(b"p" * 32, b"x" * 32, signed).pack()
+    for tip in (COMMON.tip, THEIRS.tip):
+        with pytest.raises(ProtocolError, match="beyond the limit in revision 3"):
+            verified(OURS, COMMON.header, data, tip, RULES)
+
+
 def test_more_contributors_than_the_run_allows():
     with pytest.raises(ProtocolError, match="4 contributors"):
         show(grown(COMMON, (1.0, 1.0, 1.0, 1.0)), OURS, rules=attrs.evolve(RULES, max_members=3))
