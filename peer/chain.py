@@ -27,6 +27,9 @@ CONTRIBUTIONS_DOMAIN = b"shoal-contributions-v1"
 _LINK = struct.Struct(">32s32sI")
 _CONTRIBUTION = struct.Struct(f">d{SIZE}s")
 
+EMPTY_LINK = _LINK.size
+"""Bytes of a packed link without contributions."""
+
 
 @attrs.frozen
 class Tip:

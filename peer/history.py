@@ -5,7 +5,8 @@ a branch really weighs. Peers keep it with their state, in checkpoints as well, 
 all on one branch can show the same.
 
 How much is kept is limited. Branches that have parted longer ago have no part in common any more. Then the weight
-before what is shown has to be taken as the header says it; but as much has to be shown as everybody keeps.
+before what is shown has to be taken as the header says it; but as much has to be shown as everybody keeps, and at least
+half of it signed. No branch is followed that could not be shown to a newcomer then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 
-from peer.chain import Header, Link, Tip, unpack_links
+from peer.chain import EMPTY_LINK, Header, Link, Tip, unpack_links
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 
@@ -53,6 +54,18 @@ class History:
     def tip(self) -> Tip:
         """Where the branch ends."""
         return self.header.tip
+
+    @property
+    def reaches_back(self) -> bool:
+        """Whether somebody who knows nothing of it can be asked to believe it.
+
+        It has to begin with the founding, or to have as many links as are kept, at least half of them signed by
+        somebody, or half as many bytes as are kept of such links.
+        """
+        first = self.headers[0]
+        signed = [len(link) for link in self.links if len(link) > EMPTY_LINK]
+        enough = len(self.links) >= KEPT_LINKS and 2 * len(signed) >= KEPT_LINKS
+        return first == Header.genesis(first.run, first.root) or enough or sum(signed) > KEPT_BYTES // 2
 
     def extended(self, links: Iterable[Link]) -> History:
         """This history with some links more, and without what it need not keep then."""
@@ -101,8 +114,8 @@ def verified(ours: History | None, start: Header, data: bytes, tip: Tip, rules: 
         rules: What the run allows.
 
     Raises:
-        ProtocolError: The links do not lead there, or something is not signed by those who may contribute, or it begins
-            at a revision that we do not know although it could go back further.
+        ProtocolError: The links do not lead there, or something is not signed by those who may contribute, or it does
+            not reach back far enough, together with what we have ourselves.
     """
     headers, links = [start], unpack_links(data, rules.max_members)
     if len(links) > KEPT_LINKS:
@@ -117,12 +130,13 @@ def verified(ours: History | None, start: Header, data: bytes, tip: Tip, rules: 
     if ours is not None and place is not None:
         begun = ours.until(place)
         news = digests.index(begun.header.digest)
-    elif start == Header.genesis(start.run, start.root) or len(links) >= KEPT_LINKS or len(data) > KEPT_BYTES // 2:
-        begun, news = History((start,)), 0
     else:
-        raise ProtocolError(f"a history of {len(links)} revisions, which does not reach back to what we know")
+        begun, news = History((start,)), 0
+    found = begun.extended(links[news:])
+    if not found.reaches_back:
+        raise ProtocolError(f"a history of {len(links)} revisions, which does not reach back far enough")
     _check_signatures(headers[news:], links[news:])  # last, as it takes longest
-    return begun.extended(links[news:])
+    return found
 
 
 def _check_contributions(link: Link, revision: int, rules: Rules) -> None:

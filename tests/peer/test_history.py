@@ -242,6 +242,39 @@ def test_after_a_parting_longer_than_that_as_much_as_is_kept_has_to_be_shown(sho
         show(theirs, ours, start=1)
 
 
+def test_a_made_up_beginning_and_rounds_that_nobody_has_signed(short):
+    """Whoever has no key can make as many of these as anybody keeps."""
+    made_up = History((attrs.evolve(COMMON.header, weight=1e6),))
+    for rounds in ([()] * 5, [(1.0,)] * 2 + [()] * 3):
+        theirs = grown(made_up, *rounds)
+        for ours in (OURS, None):
+            with pytest.raises(ProtocolError, match="5 revisions, which does not reach back"):
+                show(theirs, ours)
+
+
+def test_some_rounds_may_be_without_contributors(short):
+    long = grown(COMMON, *[(1.0,)] * 5, (), (1.0,), (), (1.0,))
+    assert long.headers[0].revision > 0
+    assert show(long, None).tip == show(long, OURS).tip == long.tip
+
+
+def test_a_branch_that_we_could_not_show_to_others_then(short):
+    """Rounds that nobody has signed, appended by anybody, must not displace those that are signed."""
+    ours = grown(COMMON, *[(1.0,)] * 6)
+    assert show(grown(ours, (), ()), ours).tip.revision == ours.tip.revision + 2
+    with pytest.raises(ProtocolError, match="3 revisions, which does not reach back"):
+        show(grown(ours, (), (), ()), ours)
+
+
+def test_only_what_is_signed_counts_among_the_bytes(monkeypatch):
+    made_up = History((attrs.evolve(COMMON.header, weight=1e6),))
+    signed, empty = grown(made_up, *[(1.0,)] * 3), grown(made_up, *[()] * 8)
+    monkeypatch.setattr(history, "KEPT_BYTES", 3 * len(signed.links[0]))
+    assert show(signed, None).tip == signed.tip
+    with pytest.raises(ProtocolError, match="8 revisions, which does not reach back"):
+        show(empty, None)
+
+
 def test_more_than_anybody_keeps_is_not_looked_at(monkeypatch):
     long = grown(GENESIS, *[()] * 6)
     monkeypatch.setattr(history, "KEPT_LINKS", 5)
