@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated
@@ -28,7 +28,7 @@ from peer.state import CommittedState, byte_length, read_range, tensors
 from protocol import merkle
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
-from protocol.errors import ProtocolError, RequestRefused, ShoalError
+from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, ShoalError
 from protocol.identity import PeerId
 from protocol.stream import Stream
 from protocol.vectors import all_finite
@@ -52,6 +52,11 @@ QUICK = 1.0
 
 SLOW = 5.0
 """Seconds after which a donor that has nothing else to do is asked for what another donor has not delivered yet."""
+
+HISTORY_RATE = 1 << 16
+"""Bytes per second that a history comes with at least; one that is slower is given up."""
+
+_CHUNK = 1 << 18  # bytes of links
 
 
 class SyncFailed(ShoalError):
@@ -160,6 +165,7 @@ class Donor:
         self._states: list[CommittedState] = []
         self._used: dict[bytes, float] = {}  # when, by digest
         self._serving: Counter[bytes] = Counter()  # ranges, by digest
+        self._telling: set[PeerId] = set()  # to whom a history is being sent
         endpoint.handle(ManifestRequest, self._on_manifest)
         endpoint.handle(HistoryRequest, self._on_history)
         endpoint.handle(DescribeRequest, self._on_describe)
@@ -195,11 +201,18 @@ class Donor:
 
     async def _on_history(self, request: HistoryRequest, stream: Stream) -> None:
         history = self._find(request, stream.peer).history
-        start = history.find(request.known) or 0
-        data = b"".join(history.links[start:])
-        await stream.send(HistoryReply(HeaderClaim.of(history.headers[start]), len(data)))
-        await self._courtesy.send(stream, data)
-        await stream.finish()
+        if stream.peer in self._telling:
+            raise RequestRefused("one history at a time for each peer", code="busy")
+        self._telling.add(stream.peer)
+        try:
+            start = history.find(frozenset(request.known)) or 0
+            links = history.links[start:]
+            await stream.send(HistoryReply(HeaderClaim.of(history.headers[start]), sum(map(len, links))))
+            for chunk in _chunks(links):
+                await self._courtesy.send(stream, chunk)
+            await stream.finish()
+        finally:
+            self._telling.discard(stream.peer)
 
     async def _on_describe(self, request: DescribeRequest, stream: Stream) -> None:
         state = self._find(request, stream.peer)
@@ -221,6 +234,17 @@ class Donor:
         finally:
             self._serving[request.digest] -= 1
             self._used[request.digest] = trio.current_time()
+
+
+def _chunks(links: Iterable[bytes]) -> Iterator[bytes]:
+    """Links put together, so that they are neither all copied at once nor sent one by one."""
+    chunk = bytearray()
+    for link in links:
+        chunk += link
+        if len(chunk) >= _CHUNK:
+            yield bytes(chunk)
+            chunk.clear()
+    yield bytes(chunk)
 
 
 def _check_run(asked: bytes, ours: bytes) -> None:
@@ -255,8 +279,11 @@ async def fetch_history(
     known = () if ours is None else ours.landmarks()
     async with endpoint.open(donor, HistoryRequest(run, tip.digest, known), bulk=True) as stream:
         reply = await stream.receive(HistoryReply, timeout=10.0)
-        data = bytearray(reply.length)
-        await stream.receive_into(memoryview(data))
+        data, limit = bytearray(reply.length), 10.0 + reply.length / HISTORY_RATE
+        with trio.move_on_after(limit) as scope:
+            await stream.receive_into(memoryview(data))
+        if scope.cancelled_caught:
+            raise RequestTimeout(f"{donor.short} did not send its history of {reply.length} bytes within {limit:.0f} s")
     return await compute(partial(verified, ours, reply.start.header(run), bytes(data), tip, rules))
 
 

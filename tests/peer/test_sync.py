@@ -22,7 +22,7 @@ from peer.sync import (
     fetch_state,
 )
 from protocol import merkle
-from protocol.errors import ProtocolError, RequestRefused, ShoalError
+from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, ShoalError
 from protocol.identity import Identity
 from protocol.weights import SIZE, SignedWeight, sign_weight
 
@@ -395,3 +395,50 @@ async def test_a_history_that_does_not_come_or_is_nonsense(autojump_clock, mesh,
     swarm.endpoints[1].handle(HistoryRequest, lie)
     with pytest.raises(ShoalError):
         await ask(swarm, founded, None)
+
+
+async def test_a_history_that_only_dribbles_in(autojump_clock, mesh, founded):
+    """Quick enough not to count as stalled, but so that it would take hours."""
+    swarm = await mesh(2)
+
+    async def dribble(request, stream):
+        await stream.send(HistoryReply(HeaderClaim.of(founded.header), KEPT_BYTES))
+        while True:
+            await stream.send_bytes(bytes(4096))
+            await trio.sleep(1)
+
+    swarm.endpoints[1].handle(HistoryRequest, dribble)
+    with pytest.raises(RequestTimeout, match=swarm.endpoints[1].peer_id.short):
+        await ask(swarm, founded, None)
+    assert trio.current_time() < 300
+
+
+async def test_a_long_history_may_take_its_time(autojump_clock, mesh, founded):
+    swarm = await mesh(2)
+    state = founded
+    for _ in range(500):
+        state = work_on(state, 1.0, 1.0)
+    donate(swarm.endpoints[1], state)
+    swarm.network.set_link("h0", "h1", bandwidth=20_000)
+    assert (await ask(swarm, state, None)).headers == state.history.headers
+    assert trio.current_time() > 5
+
+
+async def test_one_history_at_a_time(autojump_clock, mesh, founded):
+    """For each peer; what it costs to read and to send is not multiplied by who asks for it again and again."""
+    swarm = await mesh(3)
+    asker, endpoint, other = swarm.endpoints
+    state = founded
+    for _ in range(500):
+        state = work_on(state, 1.0, 1.0)
+    donate(endpoint, state)
+    request = HistoryRequest(RUN, state.tip.digest, ())
+    swarm.network.set_link("h0", "h1", bandwidth=50_000)
+    async with asker.open(endpoint.peer_id, request, bulk=True) as stream:
+        await stream.receive(HistoryReply)
+        with pytest.raises(RequestRefused) as refused:
+            await asker.request(endpoint.peer_id, request, HistoryReply)
+        assert refused.value.code == "busy"
+        assert await other.request(endpoint.peer_id, request, HistoryReply)
+    await trio.sleep(10)
+    assert await asker.request(endpoint.peer_id, request, HistoryReply)
