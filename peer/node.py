@@ -309,7 +309,7 @@ class Node:
             except SyncFailed as error:
                 self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))
                 for peer in holders:
-                    self.membership.doubt(peer, trio.current_time() - started)
+                    self.membership.doubt(peer, 0.0 if peer in error.gone else trio.current_time() - started)
                 continue  # with the next best; the members may have moved on, too
             for peer in holders:
                 self.membership.trust(peer)

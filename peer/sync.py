@@ -39,7 +39,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
 
 KEPT_STATES = 2
 """Committed states that a donor keeps, so that a fetch survives the donor's next commit. Beyond these it keeps one
-that is being fetched: on a slow link that takes longer than a few rounds, and would have to begin anew each time."""
+that is being fetched: on a slow link that takes longer than a few rounds, and would have to begin anew each time.
+It is the newest of those, so that nobody can keep donors at an old one for good."""
 
 IN_USE = 10.0
 """Seconds since a state was last asked for in which it counts as being fetched."""
@@ -60,7 +61,16 @@ _CHUNK = 1 << 18  # bytes of links
 
 
 class SyncFailed(ShoalError):
-    """No donor could provide the state. Asking again, for a newer one, may succeed."""
+    """No donor could provide the state. Asking again, for a newer one, may succeed.
+
+    Args:
+        message: What happened.
+        gone: Those who said at once that they do not keep it any more. That has cost no time, and they may be honest.
+    """
+
+    def __init__(self, message: str, *, gone: Collection[PeerId] = ()) -> None:
+        super().__init__(message)
+        self.gone = frozenset(gone)
 
 
 @attrs.frozen
@@ -177,7 +187,7 @@ class Donor:
             return
         states = [*self._states, state]
         old = [kept for kept in states[:-KEPT_STATES] if self._in_use(kept.header.digest)]
-        self._states = old[:1] + states[-KEPT_STATES:]
+        self._states = old[-1:] + states[-KEPT_STATES:]
         kept = {state.header.digest for state in self._states}
         self._used = {digest: when for digest, when in self._used.items() if digest in kept}
 
@@ -233,6 +243,8 @@ class Donor:
             await stream.finish()
         finally:
             self._serving[request.digest] -= 1
+            if not self._serving[request.digest]:
+                del self._serving[request.digest]
             self._used[request.digest] = trio.current_time()
 
 
@@ -328,9 +340,10 @@ async def fetch_state(
     Raises:
         SyncFailed: No donor has it, or all of them failed.
     """
-    problems: dict[PeerId, str] = {}
+    problems: dict[PeerId, ShoalError] = {}
     run, tip = history.header.run, history.tip
-    leaves = await _first_description(endpoint, history.header, donors, problems, elements, buffers)
+    first, leaves = await _first_description(endpoint, history.header, donors, problems, elements, buffers)
+    gave = {first}
     earlier = Partial() if earlier is None else earlier
     if earlier.outer is None:
         earlier.outer = OuterState(torch.empty(elements), {name: torch.empty(elements) for name in buffers})
@@ -344,9 +357,10 @@ async def fetch_state(
             try:
                 await _fetch_range(endpoint, run, tip, donor, leaf, leaves[leaf], outer)
             except ShoalError as error:
-                problems.setdefault(donor, str(error))
+                problems.setdefault(donor, error)
                 ranges.give_back(leaf, donor)
                 return
+            gave.add(donor)
             hashes[leaf] = leaves[leaf]
             if ranges.finish(leaf):
                 progress(min(merkle.LEAF, byte_length(outer) - leaf * merkle.LEAF))
@@ -360,7 +374,8 @@ async def fetch_state(
         for donor in donors:
             nursery.start_soon(fetch_from, donor)
     if ranges.unfinished:
-        raise SyncFailed(f"revision {tip.revision} could not be fetched: {_summary(problems)}")
+        reason = f"revision {tip.revision} could not be fetched: {_summary(problems)}"
+        raise SyncFailed(reason, gone=_gone(problems) - gave)
     earlier.clear()
     if not all(all_finite(tensor) for tensor in tensors(outer)):
         raise SyncFailed(f"revision {tip.revision} is of no use: it has parameters that are not finite")
@@ -406,7 +421,13 @@ class _Ranges:
         return first
 
 
-def _summary(problems: Mapping[PeerId, str]) -> str:
+def _gone(problems: Mapping[PeerId, ShoalError]) -> set[PeerId]:
+    """Those who do not keep the state any more."""
+    refused = {donor: error.code for donor, error in problems.items() if isinstance(error, RequestRefused)}
+    return {donor for donor, code in refused.items() if code == "gone"}
+
+
+def _summary(problems: Mapping[PeerId, ShoalError]) -> str:
     """The first few problems, for a message of bounded length."""
     told = [f"{donor.short}: {problem}" for donor, problem in problems.items()]
     return "; ".join(told[:4]) or "nobody is known who has it"
@@ -416,17 +437,17 @@ async def _first_description(
     endpoint: Endpoint,
     header: Header,
     donors: Sequence[PeerId],
-    problems: dict[PeerId, str],
+    problems: dict[PeerId, ShoalError],
     elements: int,
     buffers: Collection[str],
-) -> tuple[bytes, ...]:
-    """From the first donor that has a right one. What is wrong with others is written down."""
+) -> tuple[PeerId, tuple[bytes, ...]]:
+    """The first donor that has a right one, and that. What is wrong with others is written down."""
     for donor in donors:
         try:
-            return await _describe(endpoint, header, donor, elements, buffers)
+            return donor, await _describe(endpoint, header, donor, elements, buffers)
         except ShoalError as error:
-            problems[donor] = str(error)
-    raise SyncFailed(f"no peer could describe revision {header.revision}: {_summary(problems)}")
+            problems[donor] = error
+    raise SyncFailed(f"no peer could describe revision {header.revision}: {_summary(problems)}", gone=_gone(problems))
 
 
 async def _describe(

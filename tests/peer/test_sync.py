@@ -10,6 +10,8 @@ from peer.state import CommittedState
 from peer.sync import (
     IN_USE,
     KEPT_STATES,
+    DescribeRequest,
+    Description,
     Donor,
     HeaderClaim,
     HistoryReply,
@@ -289,6 +291,58 @@ async def test_a_state_that_is_being_fetched_outlives_many_commits(autojump_cloc
     donor.offer(newest[-1].commit(state.outer, plan=bytes(32), contributions=SIGNED))
     with pytest.raises(SyncFailed, match="not kept here"):
         await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE)
+
+
+async def test_nobody_can_keep_a_donor_at_an_old_state(autojump_clock, mesh, state):
+    """The state that is kept beyond the last two is the newest of those that are being fetched."""
+    swarm = await mesh(3)
+    pinner, newcomer, endpoint = swarm.endpoints
+    donor = donate(endpoint, state)
+    states = [state]
+    for _ in range(2):
+        states.append(states[-1].commit(state.outer, plan=bytes(32), contributions=SIGNED))
+        donor.offer(states[-1])
+        await pinner.request(endpoint.peer_id, DescribeRequest(RUN, state.tip.digest), Description)
+    wanted = states[1]
+
+    def commit(received):
+        states.append(states[-1].commit(state.outer, plan=bytes(32), contributions=SIGNED))
+        donor.offer(states[-1])
+
+    found = await fetch_state(newcomer, RUN, wanted.history, [endpoint.peer_id], **SHAPE, progress=commit)
+    assert same(found, wanted)
+    assert len(donor._states) == KEPT_STATES + 1
+    assert not donor._serving  # nothing is left of what has been served
+
+
+async def test_those_that_have_replaced_the_state_are_told_apart(autojump_clock, mesh, state):
+    """They may be honest; those that break off have taken our time."""
+    swarm = await mesh(3)
+    newcomer, honest, broken = swarm.endpoints
+    donate(honest, state)
+    donate(broken, state)
+    later = state.commit(state.outer, plan=bytes(32), contributions=SIGNED)
+    with pytest.raises(SyncFailed) as failed:
+        await fetch_state(newcomer, RUN, later.history, [honest.peer_id, broken.peer_id], **SHAPE)
+    assert failed.value.gone == {honest.peer_id, broken.peer_id}
+    swarm.network.kill("h2")
+    with pytest.raises(SyncFailed) as failed:
+        await fetch_state(newcomer, RUN, later.history, [honest.peer_id, broken.peer_id], **SHAPE)
+    assert failed.value.gone == {honest.peer_id}
+
+
+async def test_who_has_given_something_before_it_is_gone_has_taken_our_time(autojump_clock, mesh, state):
+    swarm = await mesh(2)
+    newcomer, endpoint = swarm.endpoints
+
+    class Forgetful(Donor):
+        async def _on_range(self, request, stream):
+            raise RequestRefused("this state is not kept here", code="gone")
+
+    Forgetful(endpoint, RUN, "the manifest").offer(state)
+    with pytest.raises(SyncFailed, match="not kept here") as failed:
+        await fetch_state(newcomer, RUN, state.history, [endpoint.peer_id], **SHAPE)
+    assert not failed.value.gone
 
 
 async def test_a_long_way_is_kept_busy(autojump_clock, mesh, state, monkeypatch):
