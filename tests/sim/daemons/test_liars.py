@@ -6,7 +6,7 @@ import attrs
 import pytest
 import trio
 
-from peer.chain import Link, Tip, unpack_links
+from peer.chain import Header, Link, Tip, unpack_links
 from peer.history import History
 from peer.membership import Hello, StatusClaim, TipClaim, Welcome
 from peer.sync import DescribeRequest, Description, HeaderClaim, HistoryReply, HistoryRequest
@@ -16,7 +16,7 @@ from protocol.identity import Identity
 from protocol.plan import NO_BALLOT
 from protocol.round_messages import Ahead, FetchResult, Forked, Noted, Queued, Ready, RoundOpen
 from protocol.transport import Address
-from protocol.weights import sign_weight
+from protocol.weights import SIZE, SignedWeight, sign_weight
 
 LIMIT = 600
 
@@ -102,6 +102,17 @@ class Inflator(Liar):
             await true.receive_into(memoryview(links))
         await stream.send(reply)
         await stream.send_bytes(links)
+
+
+class Infinite(Inflator):
+    """Shows contributions that cannot be added up."""
+
+    async def on_history(self, request, stream):
+        self.asked += 1
+        signed = tuple(SignedWeight(weight, bytes(SIZE)) for weight in (float("inf"), -float("inf")))
+        forged = Link(b"p" * 32, b"x" * 32, signed).pack()
+        await stream.send(HistoryReply(HeaderClaim.of(Header.genesis(self.run_id, bytes(32))), len(forged)))
+        await stream.send_bytes(forged)
 
 
 class Forger(Liar):
@@ -238,7 +249,7 @@ async def goes_on(victims, rounds):
     assert victims[0].digests()[begun + rounds] == victims[1].digests()[begun + rounds]
 
 
-@pytest.mark.parametrize("kind", [Boaster, Inflator, Forger, Replayer, Giant, Obstructor, Staller, Hurrier])
+@pytest.mark.parametrize("kind", [Boaster, Inflator, Infinite, Forger, Replayer, Giant, Obstructor, Staller, Hurrier])
 async def test_lies_do_not_stop_training(autojump_clock, victims, nursery, kind):
     with trio.fail_after(LIMIT):
         liar, peers = await begin(victims, kind, nursery)
