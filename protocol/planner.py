@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from protocol.codecs import block_of, make_codec
 from protocol.identity import PeerId
-from protocol.plan import Plan
+from protocol.plan import Plan, largest_part
 from protocol.rates import UNKNOWN, Rates
 
 _Floats: TypeAlias = NDArray[np.float64]
@@ -121,15 +121,16 @@ class Lines:
         """Which part of the data each of the owners should have, so that the one that takes longest is done soonest.
 
         In a given time, a line carries what its member has to send in any case, and then so much for others. The
-        shortest time in which all of the data finds an owner is looked for.
+        shortest time in which all of the data finds an owner is looked for. There are enough owners (`largest_part`).
         """
         size, givers = len(self.members), giving.sum()
+        most = largest_part(size)
 
         def capacity(time: float) -> _Floats:
             # As in `direct_time`: out = giving + (n - 1 - giving) · part, back = 1 + (givers - giving - 1) · part.
             out = (time * self.up - giving) / (size - 1 - giving)
             back = (time * self.down - 1) / np.maximum(givers - giving - 1, 1e-9)
-            found: _Floats = np.minimum(out, back).clip(0.0, 1.0) * owners
+            found: _Floats = np.minimum(out, back).clip(0.0, most) * owners
             return found
 
         low, high = 0.0, size / min(self.up.min(), self.down.min())
@@ -235,12 +236,13 @@ def _giving(plan: Plan) -> _Floats:
 
 
 def _owners(lines: Lines) -> Iterator[NDArray[np.bool_]]:
-    """Who may own something: all, or those whom most others reach as well as their lines allow."""
+    """Who may own something: all, or those whom most others reach as well as their lines allow, if that is enough."""
     yield np.ones(len(lines.members), dtype=np.bool_)
     narrow = lines.rates < _NARROW * np.minimum(lines.up[:, None], lines.down[None, :])
     count = (narrow | narrow.T).sum(axis=1)
-    if count.max() > count.min():
-        yield count == count.min()
+    best = count == count.min()
+    if not best.all() and best.sum() * largest_part(len(best)) >= 1:
+        yield best
 
 
 def _rounded(parts: _Floats, free: int, unit: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protocol.codecs import block_of
 from protocol.identity import PeerId
-from protocol.plan import Plan, Salvaged, Source
+from protocol.plan import Plan, Salvaged, Source, largest_part
 from protocol.planner import MARGIN, UNEQUAL, estimate, lines_of, ring_order, scheduled
 from protocol.rates import Partner, Rates
 from protocol.reduction import own_blocks
@@ -113,6 +113,9 @@ def test_whatever_members_say_the_plan_is_valid_and_no_slower_than_the_usual_one
     before, after = estimate(usual, claims), estimate(plan, claims)
     assert np.isfinite(after)
     assert plan == usual or MARGIN * after < before
+    # Whoever owns something may have to keep everybody else's values of it.
+    kept = max(plan.blocks, default=0) * (len(members) - 2)
+    assert kept <= 2 * (plan.free + len(members) * block_of(codec))
 
 
 def test_a_slow_member_owns_nothing():
@@ -127,6 +130,21 @@ def test_a_slow_member_owns_nothing():
     bound = 100 * MIB / (20 * MEGABIT)
     assert bound < estimate(plan, claims) < 1.01 * bound
     assert estimate(usual, claims) > 1.5 * bound
+
+
+@pytest.mark.parametrize("fast", [1, 2, 3])
+def test_a_few_fast_members_do_not_own_so_much_that_they_keep_more_than_two_vectors(fast):
+    members = peers(8)
+    claims = with_lines(members, [10 * MEGABIT] * (8 - fast) + [20 * MEGABIT] * fast)
+    plan = scheduled(make_plan(members, 1 << 24), lines_of(members, claims))
+    assert max(plan.blocks, default=0) <= plan.free / 3 + 1
+
+
+def test_where_too_few_are_reached_by_all_the_others_own_something_as_well():
+    members = peers(8)
+    claims = with_lines(members, [100 * MEGABIT] * 6 + [50 * MEGABIT] * 2, relayed=range(1, 8))
+    plan = scheduled(make_plan(members, 1 << 24), lines_of(members, claims))
+    assert max(plan.blocks, default=0) <= plan.free / 3 + 1
 
 
 @settings(deadline=None)
@@ -146,6 +164,8 @@ def test_no_other_blocks_are_much_better(up, codec):
         moved = min(blocks[source], 1 << 20)
         other = list(blocks)
         other[source], other[sink] = other[source] - moved, other[sink] + moved
+        if other[sink] > largest_part(len(up)) * length:
+            continue
         changed = attrs.evolve(plan, schedule="direct", blocks=tuple(other)) if moved % 256 == 0 else plan
         assert estimate(changed, claims) * UNEQUAL >= best
 

@@ -22,7 +22,7 @@ from protocol.errors import Behind, Fork, RoundAborted, ShoalError
 from protocol.identity import Identity, PeerId
 from protocol.member import Work
 from protocol.memory import MemoryNetwork
-from protocol.plan import Plan
+from protocol.plan import Plan, largest_part
 from protocol.planner import Lines, scheduled
 from protocol.ring import reference
 from protocol.round_messages import RingData
@@ -298,6 +298,8 @@ class Swarm:
                 min(unit * self._chance.randint(0, -(-plan.free // unit)), plan.free) for _ in plan.members[1:]
             )
             blocks = tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, plan.free]))
+            if max(blocks) > largest_part(len(blocks)) * plan.free:
+                blocks = ()
         return attrs.evolve(plan, schedule=chosen, blocks=blocks)
 
     def by_id(self, peer: PeerId) -> Peer:
