@@ -1,7 +1,8 @@
 """How a round's data is to travel: the order of the ring, or the way over owners of blocks, and how large these are.
 
-Everything here is a pure function of what the members say about their lines (`protocol.rates`). Who lies, or does not
-know, makes a round slower and nothing else: whatever comes out is a plan that all can carry out.
+Everything here is a pure function of what the members say about their lines (`protocol.rates`). Whatever they say, a
+plan comes out that all can carry out, and in which nobody owns more than `largest_part`. Who lies, or does not know,
+makes rounds slower, and gets no more of the data than a line twice as fast as usual would: more has to be confirmed.
 
 The model. Data of V bytes in n blocks takes, around a ring, 2(n-1)/n · V on each hop, and 2(n-1) steps. A hop is as
 fast as the sender's uplink, the receiver's downlink and the way between them allow, so the order matters where ways
@@ -50,6 +51,9 @@ MARGIN = 1.1
 
 UNEQUAL = 1.2
 """How much longer equal blocks may take than unequal ones: measured rates are not more certain than that."""
+
+BELIEVED = 2.0
+"""Times the usual rate up to which a member's word on its own line is enough."""
 
 _EXACT = 6  # members up to which all orders of the ring are looked at
 _LARGEST = 256  # above, the order is left as it is
@@ -144,6 +148,7 @@ class Lines:
 def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     """The lines of members, by what each says about them; who is missing says nothing.
 
+    A line counts as at most `BELIEVED` times the usual one, unless partners of its owner have measured more.
     A way between two counts as slower than their lines if both say so: one alone may have been sharing its line.
     """
     size, reports = len(members), [said.get(peer, UNKNOWN) for peer in members]
@@ -151,8 +156,7 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     down = np.array([one.down for one in reports], dtype=np.float64)
     known = np.concatenate((up, down))
     usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
-    # Whose line is as fast as those of all others together is never waited for.
-    up, down = (np.minimum(np.where(one > 0, one, usual), max(size, 2) * usual) for one in (up, down))
+    up, down = (np.where(one > 0, one, usual) for one in (up, down))
     places = {peer: place for place, peer in enumerate(members)}
     heard = [
         (place, places[partner.peer], partner.sent, partner.received, partner.rtt, partner.relayed)
@@ -165,6 +169,8 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     sent, received = np.zeros((size, size)), np.zeros((size, size))
     rtt, relayed = np.full((size, size), np.inf), np.full((size, size), np.nan)
     sent[pairs], received[pairs], rtt[pairs], relayed[pairs] = told[:, 2:].T
+    up = np.minimum(up, np.maximum(BELIEVED * np.median(up), received.max(axis=0)))
+    down = np.minimum(down, np.maximum(BELIEVED * np.median(down), sent.max(axis=0)))
     rtt = np.minimum(rtt, rtt.T) / 1e6
     finite = rtt[np.isfinite(rtt)]
     rtt[np.isinf(rtt)] = np.median(finite) if len(finite) else TYPICAL_RTT

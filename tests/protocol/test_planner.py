@@ -246,6 +246,29 @@ def test_near_peers_are_neighbours(count):
     assert crossings == 2
 
 
+@pytest.mark.parametrize("count", [4, 5, 8])
+def test_who_claims_a_line_beyond_all_others_does_not_own_all(count):
+    members = peers(count)
+    honest = with_lines(members, [100 * MEGABIT] * count)
+    usual = make_plan(members, 1 << 24)
+    plan = scheduled(usual, lines_of(members, honest | {members[0]: Rates(2**40, 2**40)}))
+    assert max(plan.blocks, default=0) <= plan.free * 0.75
+    assert estimate(plan, honest) < 2 * estimate(usual, honest)
+
+
+def test_a_line_far_beyond_all_others_is_believed_if_others_have_measured_it():
+    members = peers(4)
+    claims = with_lines(members, [10 * MEGABIT] * 4) | {members[0]: Rates(100 * MEGABIT, 100 * MEGABIT)}
+    assert lines_of(members, claims).up[0] == lines_of(members, claims).down[0] == 20 * MEGABIT
+    partner = Partner(members[0], sent=30 * MEGABIT, received=40 * MEGABIT, rtt=1000, relayed=False)
+    claims[members[1]] = Rates(10 * MEGABIT, 10 * MEGABIT, (partner,))
+    lines = lines_of(members, claims)
+    assert (lines.up[0], lines.down[0]) == (40 * MEGABIT, 30 * MEGABIT)
+    own = Partner(members[0], sent=2**40, received=2**40, rtt=1000, relayed=False)
+    claims[members[0]] = Rates(2**40, 2**40, (own,))
+    assert lines_of(members, claims).up[0] == 40 * MEGABIT
+
+
 def test_one_that_claims_anything_changes_nothing_for_the_others():
     members = peers(5)
     honest = with_lines(members, [100 * MEGABIT] * 5)
