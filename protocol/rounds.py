@@ -208,8 +208,8 @@ class Rounds:
         )
 
     def measuring(self) -> AbstractContextManager[None]:
-        """Within the block, bulk data of others than ours is moved: it tells something about our lines, too."""
-        return self._meter.during()
+        """Within the block, states are moved: they tell what our lines can do at least, as others may be slower."""
+        return self._meter.during(raise_only=True)
 
     # Taking part.
 
