@@ -66,10 +66,11 @@ from protocol.transport import Address, Transport
 BOOK_PERIOD = 1.0
 """Seconds between two writes of the address book, at least."""
 
-MEMORY_PER_PARAMETER = 104
+MEMORY_PER_PARAMETER = 112
 """Bytes. For good: local parameters, gradients, two moments, the copy under evaluation, the round's anchor (24); outer
 parameters and momentum of three states (24); three results (12). For a moment: a contribution and the ring's buffer
-(8), or the next state and the tensors that a checkpoint is written from (up to 36)."""
+(8), what others contribute to a block of ours (8, see `protocol.plan.largest_part`), or the next state and the tensors
+that a checkpoint is written from (up to 36)."""
 
 MEMBERS_PERIOD = 1.0
 """Seconds between two looks at the members for the status."""

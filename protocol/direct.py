@@ -140,10 +140,10 @@ class Direct(Reduction):
         arriving = self._arriving[source] = self._spare.pop()
         return arriving[: self._codec.encoded_size(segment.stop - segment.start)]
 
-    @property
-    def shared(self) -> int:
-        # A slow member sends to all owners side by side, and every sum waits for its values.
-        return len(self.sinks) * self._codec.encoded_size(self._piece)
+    def shared(self, source: int) -> int:
+        # A slow member sends to all owners side by side, and every sum waits for its values; these wait for nothing.
+        waits = not self._incoming[source][self._next[source]].add
+        return len(self.sinks) * self._codec.encoded_size(self._piece) if waits else 0
 
     @property
     def standing(self) -> int:

@@ -107,7 +107,7 @@ class Member:
         fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
         keep: Told of the result as soon as it is complete.
         report: Told of attempts that began (no reason) and failed (with a reason).
-        patience: Seconds to wait for a plan, or for news of the one being carried out.
+        patience: Seconds to wait for a first plan. For news of one that is being carried out, its length decides.
     """
 
     def __init__(
@@ -199,6 +199,10 @@ class Member:
         self._work.followed.add(plan.id)
         self._report(plan, None)
         self._transfer = self._begin(plan)
+        # So long the coordinator may work on it, and on collecting members anew if it fails.
+        times = self._times
+        limit = times.attempt(plan.load, len(plan.members)) + times.stall + times.settle
+        self._patience = limit + times.grace + times.slack
         self._nursery.start_soon(self._watch, self._transfer)
         await self._send(Accepted(plan.ballot))
 

@@ -19,6 +19,7 @@ class Meter:
         self._endpoint = endpoint
         self._meter = RateMeter()
         self._users = 0
+        self._raise_only = True  # nothing else was moved since the figures were concluded
         self._due = 0.0
         self._begun, self._over = trio.Event(), trio.Event()
 
@@ -34,9 +35,14 @@ class Meter:
                     await self._over.wait()
 
     @contextmanager
-    def during(self) -> Iterator[None]:
-        """Within the block, bulk data is moved that tells something about the lines."""
+    def during(self, *, raise_only: bool = False) -> Iterator[None]:
+        """Within the block, bulk data is moved that tells something about the lines.
+
+        Args:
+            raise_only: It only tells what they can do at least, unless the data of others is moved as well.
+        """
         self._users += 1
+        self._raise_only &= raise_only
         if self._users == 1:
             self._begun.set()
             self._over = trio.Event()
@@ -47,7 +53,8 @@ class Meter:
             if not self._users:
                 self._begun = trio.Event()
                 self._over.set()
-                self._meter.conclude()
+                self._meter.conclude(raise_only=self._raise_only)
+                self._raise_only = True
 
     def rates(self, peers: Collection[PeerId]) -> Rates:
         """What is known by now, about these peers as far as they are connected."""

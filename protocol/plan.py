@@ -166,6 +166,16 @@ def _check_blocks(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], bloc
     unit = block_of(plan.codec)
     if any(bound % unit for bound in itertools.accumulate(blocks) if bound != plan.free):
         raise ValueError("members' blocks consist of whole blocks of the codec")
+    if max(blocks) > largest_part(len(blocks)) * plan.free + 2 * unit:  # parts were rounded at both ends
+        raise ValueError("a member owns too much: it may have to keep what all others send it")
+
+
+def largest_part(members: int) -> float:
+    """The part of the data that one member may own, by way of owners.
+
+    It keeps the values of all others until the slowest's have come: by this, of two vectors' size at most.
+    """
+    return min(1.0, 2 / max(members - 2, 1))
 
 
 @attrs.frozen
@@ -174,7 +184,8 @@ class Plan:
 
     Raises:
         ValueError: Members are missing or doubled, the weights do not fit them, or salvaged parts overlap, or leave
-            several members nothing to reduce; or the schedule or the blocks do not fit the rest.
+            several members nothing to reduce; or the schedule or the blocks do not fit the rest, or one of these is
+            larger than `largest_part` allows.
     """
 
     run: Hash

@@ -1,7 +1,8 @@
 """How a round's data is to travel: the order of the ring, or the way over owners of blocks, and how large these are.
 
-Everything here is a pure function of what the members say about their lines (`protocol.rates`). Who lies, or does not
-know, makes a round slower and nothing else: whatever comes out is a plan that all can carry out.
+Everything here is a pure function of what the members say about their lines (`protocol.rates`). Whatever they say, a
+plan comes out that all can carry out, and in which nobody owns more than `largest_part`. Who lies, or does not know,
+makes rounds slower, and gets no more of the data than a line twice as fast as usual would: more has to be confirmed.
 
 The model. Data of V bytes in n blocks takes, around a ring, 2(n-1)/n · V on each hop, and 2(n-1) steps. A hop is as
 fast as the sender's uplink, the receiver's downlink and the way between them allow, so the order matters where ways
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from protocol.codecs import block_of, make_codec
 from protocol.identity import PeerId
-from protocol.plan import Plan
+from protocol.plan import Plan, largest_part
 from protocol.rates import UNKNOWN, Rates
 
 _Floats: TypeAlias = NDArray[np.float64]
@@ -50,6 +51,9 @@ MARGIN = 1.1
 
 UNEQUAL = 1.2
 """How much longer equal blocks may take than unequal ones: measured rates are not more certain than that."""
+
+BELIEVED = 2.0
+"""Times the usual rate up to which a member's word on its own line is enough."""
 
 _EXACT = 6  # members up to which all orders of the ring are looked at
 _LARGEST = 256  # above, the order is left as it is
@@ -121,15 +125,16 @@ class Lines:
         """Which part of the data each of the owners should have, so that the one that takes longest is done soonest.
 
         In a given time, a line carries what its member has to send in any case, and then so much for others. The
-        shortest time in which all of the data finds an owner is looked for.
+        shortest time in which all of the data finds an owner is looked for. There are enough owners (`largest_part`).
         """
         size, givers = len(self.members), giving.sum()
+        most = largest_part(size)
 
         def capacity(time: float) -> _Floats:
             # As in `direct_time`: out = giving + (n - 1 - giving) · part, back = 1 + (givers - giving - 1) · part.
             out = (time * self.up - giving) / (size - 1 - giving)
             back = (time * self.down - 1) / np.maximum(givers - giving - 1, 1e-9)
-            found: _Floats = np.minimum(out, back).clip(0.0, 1.0) * owners
+            found: _Floats = np.minimum(out, back).clip(0.0, most) * owners
             return found
 
         low, high = 0.0, size / min(self.up.min(), self.down.min())
@@ -143,6 +148,7 @@ class Lines:
 def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     """The lines of members, by what each says about them; who is missing says nothing.
 
+    A line counts as at most `BELIEVED` times the usual one, unless partners of its owner have measured more.
     A way between two counts as slower than their lines if both say so: one alone may have been sharing its line.
     """
     size, reports = len(members), [said.get(peer, UNKNOWN) for peer in members]
@@ -150,8 +156,7 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     down = np.array([one.down for one in reports], dtype=np.float64)
     known = np.concatenate((up, down))
     usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
-    # Whose line is as fast as those of all others together is never waited for.
-    up, down = (np.minimum(np.where(one > 0, one, usual), max(size, 2) * usual) for one in (up, down))
+    up, down = (np.where(one > 0, one, usual) for one in (up, down))
     places = {peer: place for place, peer in enumerate(members)}
     heard = [
         (place, places[partner.peer], partner.sent, partner.received, partner.rtt, partner.relayed)
@@ -164,6 +169,8 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     sent, received = np.zeros((size, size)), np.zeros((size, size))
     rtt, relayed = np.full((size, size), np.inf), np.full((size, size), np.nan)
     sent[pairs], received[pairs], rtt[pairs], relayed[pairs] = told[:, 2:].T
+    up = np.minimum(up, np.maximum(BELIEVED * np.median(up), received.max(axis=0)))
+    down = np.minimum(down, np.maximum(BELIEVED * np.median(down), sent.max(axis=0)))
     rtt = np.minimum(rtt, rtt.T) / 1e6
     finite = rtt[np.isfinite(rtt)]
     rtt[np.isinf(rtt)] = np.median(finite) if len(finite) else TYPICAL_RTT
@@ -235,12 +242,13 @@ def _giving(plan: Plan) -> _Floats:
 
 
 def _owners(lines: Lines) -> Iterator[NDArray[np.bool_]]:
-    """Who may own something: all, or those whom most others reach as well as their lines allow."""
+    """Who may own something: all, or those whom most others reach as well as their lines allow, if that is enough."""
     yield np.ones(len(lines.members), dtype=np.bool_)
     narrow = lines.rates < _NARROW * np.minimum(lines.up[:, None], lines.down[None, :])
     count = (narrow | narrow.T).sum(axis=1)
-    if count.max() > count.min():
-        yield count == count.min()
+    best = count == count.min()
+    if not best.all() and best.sum() * largest_part(len(best)) >= 1:
+        yield best
 
 
 def _rounded(parts: _Floats, free: int, unit: int) -> tuple[int, ...]:

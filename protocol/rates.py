@@ -124,12 +124,16 @@ class RateMeter:
             elif (peer, sent) in self._best:
                 self._best[peer, sent].last = 0.0
 
-    def conclude(self) -> None:
-        """The data that was on its way has arrived: what was measured counts from now on."""
+    def conclude(self, *, raise_only: bool = False) -> None:
+        """The data that was on its way has arrived: what was measured counts from now on.
+
+        Args:
+            raise_only: Something else may have been what limited it, so it makes no figure worse.
+        """
         measured = {key: best.rate for key, best in self._best.items() if best.moved >= LEAST and best.rate}
         for key, rate in measured.items():
             figure = self._figures.setdefault(key, _Figure(rate))
-            figure.rate = max(rate, figure.rate + _FORGET * (rate - figure.rate))
+            figure.rate = max(rate, figure.rate + (0 if raise_only else _FORGET) * (rate - figure.rate))
             figure.age = 0
         if measured:
             for key, figure in list(self._figures.items()):

@@ -101,9 +101,8 @@ class Reduction(ABC):
             ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
         """
 
-    @property
-    def shared(self) -> int:
-        """Bytes that some member may have to send to others before the next ones of a neighbour can come."""
+    def shared(self, source: int) -> int:
+        """Bytes that some member may have to send to others before a neighbour's next segment can begin to come."""
         return 0
 
     @property

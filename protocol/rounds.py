@@ -208,8 +208,8 @@ class Rounds:
         )
 
     def measuring(self) -> AbstractContextManager[None]:
-        """Within the block, bulk data of others than ours is moved: it tells something about our lines, too."""
-        return self._meter.during()
+        """Within the block, states are moved: they tell what our lines can do at least, as others may be slower."""
+        return self._meter.during(raise_only=True)
 
     # Taking part.
 
@@ -378,14 +378,12 @@ class Rounds:
         offer, tried = work.offer, sorted(leadership.tried)[:MAX_TRIED]
         rates = self._meter.rates(self._roster.partners())
         ready = work.ready(leadership.acceptor.promised, tuple(tried), rates)
-        patience = self._times.grace + self._times.slack
-        count = len(self._roster.partners()) + 1
-        if offer.operation == "gather":
-            most = load("gather", self._max_block * count)
-        else:  # at worst, one member owns all
-            most = load(offer.operation, offer.length) * max(2, count - 1) // 2
-        patience += 2 * self._times.attempt(most, count)
-        limit = trio.current_time() + 2 * patience  # one plan after the other, in vain, is no better than none
+        times, count, begun = self._times, len(self._roster.partners()) + 1, trio.current_time()
+        length = self._max_block * count if offer.operation == "gather" else offer.length
+        usual = load(offer.operation, length)
+        patience = times.grace + times.slack + times.attempt(usual, count)
+        # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
+        limit = begun + 2 * (times.grace + times.slack + 2 * times.attempt(2 * usual, count))
         leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
         try:
             with leadership.attendance:
@@ -408,7 +406,7 @@ class Rounds:
         # We left to lead ourselves, or had enough, perhaps a moment after the end.
         reduced = self._results.get(offer.revision)
         if reduced is None and trio.current_time() >= limit:
-            raise RequestTimeout(f"{leader.short} has coordinated for {2 * patience:g} s without a result")
+            raise RequestTimeout(f"{leader.short} has coordinated for {limit - begun:g} s without a result")
         return reduced
 
     @contextlib.asynccontextmanager

@@ -36,7 +36,10 @@ MAX_PARKED_BY_ONE = 8
 """Of these, those of one peer."""
 
 READ = 1 << 16
-"""Bytes after which a receiver looks at the clock again: a link with less than this per stall time counts as stuck."""
+"""Bytes after which a receiver looks at the clock again: a link with less than this per stall time counts as stuck. If
+it receives from several neighbours side by side, each of them brings so much less."""
+
+_LEAST_READ = 1 << 10
 
 _LONGEST_READ = 1 << 23
 _QUICK = 1 / 16  # of the stall time: a read that takes less may be twice as long the next time
@@ -239,13 +242,13 @@ class Transfer:
     async def _receive(self, ring: Reduction, place: int) -> None:
         peer = self.plan.members[place]
         arrival: _Arrival | None = None
-        read, stall = READ, self._times.stall + ring.shared / self._times.slowest
+        read, waiting = 0, 0.0
         try:
-            with trio.fail_after(stall):
+            with trio.fail_after(self._times.stall):
                 arrival = await self._inbox.take(self.plan.id, peer)
             for _ in range(ring.incoming(place)):
-                target = ring.target(place)
-                read = await self._fill(arrival.stream, target, read, stall)
+                waiting, target = ring.shared(place) / self._times.slowest, ring.target(place)
+                read = await self._fill(arrival.stream, target, read, waiting, len(ring.sources))
                 self.bytes_received += target.nbytes
                 ring.filled(place)
                 self._progress.unpark_all()
@@ -255,7 +258,8 @@ class Transfer:
             with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
         except trio.TooSlowError:
-            self._fail(self.plan.members[ring.suspect(place)], f"nothing came from {peer.short} for {stall:g} s")
+            silent = self._times.stall + waiting
+            self._fail(self.plan.members[ring.suspect(place)], f"nothing came from {peer.short} for up to {silent:g} s")
             await trio.sleep_forever()
         except ShoalError as error:
             self._fail(peer, str(error))
@@ -264,16 +268,25 @@ class Transfer:
             if arrival is not None:
                 arrival.over.set()
 
-    async def _fill(self, stream: Stream, target: memoryview, read: int, stall: float) -> int:
-        """Receives all of a segment, so many bytes at a time; returns how many that should be the next time."""
+    async def _fill(self, stream: Stream, target: memoryview, read: int, waiting: float, streams: int) -> int:
+        """Receives all of a segment, so many bytes at a time; returns how many that should be the next time.
+
+        The first ones may be `waiting` for longer than the stall time. The line may be shared by so many streams.
+        """
+        stall, least = self._times.stall, max(READ // streams, _LEAST_READ)
         position = 0
+        if waiting:
+            position = min(least, len(target))
+            with trio.fail_after(stall + waiting):
+                await stream.receive_into(target[:position])
+        read = max(read, least)
         while position < len(target):
             began = trio.current_time()
             with trio.fail_after(stall):
                 await stream.receive_into(target[position : position + read])
             position += read
-            quick = trio.current_time() - began < _QUICK * self._times.stall
-            read = min(2 * read, _LONGEST_READ) if quick else READ
+            quick = streams * (trio.current_time() - began) < _QUICK * stall
+            read = min(2 * read, _LONGEST_READ) if quick else least
         return read
 
     def _fail(self, suspect: PeerId, reason: str) -> None:

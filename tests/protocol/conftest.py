@@ -14,6 +14,7 @@ from protocol.endpoint import Endpoint, Limits
 from protocol.errors import IdentityInUse
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
+from protocol.plan import largest_part
 from protocol.transport import Address
 
 
@@ -45,7 +46,9 @@ def unequal():
         unit = block_of(plan.codec)
         units = -(-plan.free // unit)
         cuts = sorted(min(random.randint(0, units) * unit, plan.free) for _ in plan.members[1:])
-        return attrs.evolve(plan, blocks=tuple(b - a for a, b in itertools.pairwise([0, *cuts, plan.free])))
+        blocks = tuple(b - a for a, b in itertools.pairwise([0, *cuts, plan.free]))
+        fits = max(blocks) <= largest_part(len(blocks)) * plan.free
+        return attrs.evolve(plan, blocks=blocks if fits else ())
 
     return cut
 

@@ -12,11 +12,11 @@ import trio
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind
+from protocol.errors import Behind, RequestTimeout
 from protocol.identity import PeerId
 from protocol.member import Member, Work
 from protocol.plan import Ballot, Plan
-from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Propose
+from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Propose, Queued, Rejected
 from protocol.sessions import local_lines
 
 US, COORDINATOR, HOLDER = (PeerId(bytes([number]) * 32) for number in range(1, 4))
@@ -112,11 +112,11 @@ async def stage(nursery):
         fetch=fetch,
         keep=keep,
         report=lambda plan, reason: None,
-        patience=60.0,
+        patience=600.0,
     )
 
     async def run():
-        with contextlib.suppress(Behind):
+        with contextlib.suppress(Behind, RequestTimeout):
             await member.run()
         done.set()
 
@@ -160,3 +160,23 @@ async def test_a_round_that_is_over_elsewhere_is_ours_if_it_was_made_by_a_plan_o
     await stage.done.wait()
     assert stage.attempt.aborted
     assert [reduced.plan for reduced in stage.kept] == ([PLAN] if ours else [])
+
+
+async def keep_alive(coordinator):
+    """What a coordinator says that does nothing."""
+    while True:
+        await trio.sleep(2.0)
+        await coordinator.send(Queued())
+
+
+async def test_a_plan_has_the_time_that_it_needs_whatever_the_first_one_had(stage, autojump_clock, nursery):
+    nursery.start_soon(keep_alive, stage.coordinator)
+    large = attrs.evolve(PLAN, attempt=6, length=4 << 20)
+    await stage.coordinator.send(Propose(large))  # for vectors of another length
+    await stage.coordinator.receive(Rejected)
+    begun = trio.current_time()
+    await stage.done.wait()
+    times = RoundTimes()
+    attempt = times.attempt(PLAN.load, 2) + times.stall + times.settle
+    assert attempt < trio.current_time() - begun < attempt + times.grace + times.slack + times.stall
+    assert stage.attempt.aborted

@@ -142,9 +142,17 @@ def test_blocks_are_of_what_is_reduced_and_of_any_size():
     assert plan(blocks=(0, 300), length=300, codec="int8").load == 300
 
 
+def test_nobody_owns_so_much_that_it_keeps_more_than_two_vectors_of_others():
+    members = tuple(peer(number) for number in range(6))
+    many = {"members": members, "weights": (1.0,) * 6, "length": 10_000}
+    assert plan(blocks=(5000, 5000, 0, 0, 0, 0), **many)
+    with pytest.raises(ValueError, match="owns too much"):
+        plan(blocks=(5010, 4990, 0, 0, 0, 0), **many)
+
+
 def test_who_owns_much_has_more_time():
     members = tuple(peer(number) for number in range(6))
-    assert plan(members=members, weights=(1.0,) * 6, length=100, blocks=(0, 0, 100, 0, 0, 0)).load == 250
+    assert plan(members=members, weights=(1.0,) * 6, length=100, blocks=(0, 50, 50, 0, 0, 0)).load == 150
 
 
 def test_id_depends_on_what_is_salvaged():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protocol.codecs import block_of
 from protocol.identity import PeerId
-from protocol.plan import Plan, Salvaged, Source
+from protocol.plan import Plan, Salvaged, Source, largest_part
 from protocol.planner import MARGIN, UNEQUAL, estimate, lines_of, ring_order, scheduled
 from protocol.rates import Partner, Rates
 from protocol.reduction import own_blocks
@@ -113,6 +113,9 @@ def test_whatever_members_say_the_plan_is_valid_and_no_slower_than_the_usual_one
     before, after = estimate(usual, claims), estimate(plan, claims)
     assert np.isfinite(after)
     assert plan == usual or MARGIN * after < before
+    # Whoever owns something may have to keep everybody else's values of it.
+    kept = max(plan.blocks, default=0) * (len(members) - 2)
+    assert kept <= 2 * (plan.free + len(members) * block_of(codec))
 
 
 def test_a_slow_member_owns_nothing():
@@ -127,6 +130,21 @@ def test_a_slow_member_owns_nothing():
     bound = 100 * MIB / (20 * MEGABIT)
     assert bound < estimate(plan, claims) < 1.01 * bound
     assert estimate(usual, claims) > 1.5 * bound
+
+
+@pytest.mark.parametrize("fast", [1, 2, 3])
+def test_a_few_fast_members_do_not_own_so_much_that_they_keep_more_than_two_vectors(fast):
+    members = peers(8)
+    claims = with_lines(members, [10 * MEGABIT] * (8 - fast) + [20 * MEGABIT] * fast)
+    plan = scheduled(make_plan(members, 1 << 24), lines_of(members, claims))
+    assert max(plan.blocks, default=0) <= plan.free / 3 + 1
+
+
+def test_where_too_few_are_reached_by_all_the_others_own_something_as_well():
+    members = peers(8)
+    claims = with_lines(members, [100 * MEGABIT] * 6 + [50 * MEGABIT] * 2, relayed=range(1, 8))
+    plan = scheduled(make_plan(members, 1 << 24), lines_of(members, claims))
+    assert max(plan.blocks, default=0) <= plan.free / 3 + 1
 
 
 @settings(deadline=None)
@@ -146,6 +164,8 @@ def test_no_other_blocks_are_much_better(up, codec):
         moved = min(blocks[source], 1 << 20)
         other = list(blocks)
         other[source], other[sink] = other[source] - moved, other[sink] + moved
+        if other[sink] > largest_part(len(up)) * length:
+            continue
         changed = attrs.evolve(plan, schedule="direct", blocks=tuple(other)) if moved % 256 == 0 else plan
         assert estimate(changed, claims) * UNEQUAL >= best
 
@@ -224,6 +244,29 @@ def test_near_peers_are_neighbours(count):
     order = ring_order(lines_of(members, claims), MIB)
     crossings = sum((one - two) % 2 for one, two in zip(order, [*order[1:], order[0]], strict=True))
     assert crossings == 2
+
+
+@pytest.mark.parametrize("count", [4, 5, 8])
+def test_who_claims_a_line_beyond_all_others_does_not_own_all(count):
+    members = peers(count)
+    honest = with_lines(members, [100 * MEGABIT] * count)
+    usual = make_plan(members, 1 << 24)
+    plan = scheduled(usual, lines_of(members, honest | {members[0]: Rates(2**40, 2**40)}))
+    assert max(plan.blocks, default=0) <= plan.free * 0.75
+    assert estimate(plan, honest) < 2 * estimate(usual, honest)
+
+
+def test_a_line_far_beyond_all_others_is_believed_if_others_have_measured_it():
+    members = peers(4)
+    claims = with_lines(members, [10 * MEGABIT] * 4) | {members[0]: Rates(100 * MEGABIT, 100 * MEGABIT)}
+    assert lines_of(members, claims).up[0] == lines_of(members, claims).down[0] == 20 * MEGABIT
+    partner = Partner(members[0], sent=30 * MEGABIT, received=40 * MEGABIT, rtt=1000, relayed=False)
+    claims[members[1]] = Rates(10 * MEGABIT, 10 * MEGABIT, (partner,))
+    lines = lines_of(members, claims)
+    assert (lines.up[0], lines.down[0]) == (40 * MEGABIT, 30 * MEGABIT)
+    own = Partner(members[0], sent=2**40, received=2**40, rtt=1000, relayed=False)
+    claims[members[0]] = Rates(2**40, 2**40, (own,))
+    assert lines_of(members, claims).up[0] == 40 * MEGABIT
 
 
 def test_one_that_claims_anything_changes_nothing_for_the_others():

@@ -98,6 +98,16 @@ def test_a_line_that_gets_worse_is_believed_little_by_little_and_a_better_one_at
         assert wire.towards(A).sent == pytest.approx(known)
 
 
+def test_what_tells_only_what_a_line_can_do_at_least_makes_no_figure_worse(wire):
+    wire.carry(2, sent={A: 4e6})
+    wire.meter.conclude()
+    for rate, known in ((1e6, 4e6), (8e6, 8e6)):
+        wire.carry(2, sent={A: rate})
+        wire.meter.conclude(raise_only=True)
+        assert wire.rates().up == pytest.approx(known)
+        assert wire.towards(A).sent == pytest.approx(known)
+
+
 def test_what_was_measured_long_ago_of_one_peer_is_forgotten(wire):
     wire.carry(1, sent={A: 1e6})
     wire.meter.conclude()

@@ -183,3 +183,73 @@ async def test_streams_without_a_plan_do_not_keep_out_those_with_one(autojump_cl
         await trio.testing.wait_all_tasks_blocked()
         assert len(taken) == 1
         nursery.cancel_scope.cancel()
+
+
+class Slow(Arriving):
+    """A stream that brings so many bytes and then no more; the first only after a while."""
+
+    def __init__(self, peer, most, delay=0.0):
+        self.peer, self.left, self.delay = peer, most, delay
+
+    async def receive_into(self, buffer):
+        await trio.sleep(self.delay)
+        self.delay = 0.0
+        if len(buffer) > self.left:
+            await trio.sleep_forever()
+        self.left -= len(buffer)
+        buffer[:] = bytes(len(buffer))
+
+
+OWNED = attrs.evolve(PLAN, length=1 << 19, schedule="direct")  # segments of 1 << 15, so of twice what is read at least
+SEGMENT = 4 << 15
+VALUES = 2 * (1 << 19)  # bytes of a block's values
+
+
+@pytest.mark.parametrize(
+    ("comes", "silent"),
+    [
+        (VALUES // 2, 10.0),  # values of its own, for which it waits for nobody
+        (VALUES + SEGMENT // 2, 10.0),  # a sum that has begun to come
+        (VALUES + SEGMENT, 10.0 + SEGMENT / RoundTimes().slowest),  # a sum that may wait for somebody
+    ],
+)
+async def test_only_sums_may_keep_us_waiting_for_longer_than_the_stall_time(autojump_clock, nursery, comes, silent):
+    inbox = RingInbox(PLAN.run, PLAN.tag, patience=1.0)
+    transfer = begin(OWNED, inbox)
+    nursery.start_soon(inbox.deliver, RingData(PLAN.run, PLAN.tag, OWNED.id), Slow(B, comes))
+    nursery.start_soon(transfer.run)
+    await transfer.settled.wait()
+    assert transfer.failure.suspect == B
+    assert trio.current_time() == pytest.approx(silent)
+    transfer.abort()
+
+
+async def test_a_neighbour_that_never_opens_its_stream_is_noticed_after_the_stall_time(autojump_clock, nursery):
+    transfer = begin(OWNED, RingInbox(PLAN.run, PLAN.tag, patience=1.0))
+    nursery.start_soon(transfer.run)
+    await transfer.settled.wait()
+    assert trio.current_time() == pytest.approx(RoundTimes().stall)
+    transfer.abort()
+
+
+async def test_many_streams_side_by_side_on_the_slowest_line_that_is_worth_waiting_for(autojump_clock, nursery):
+    """Each of them brings less than one would alone."""
+    others = tuple(PeerId(bytes([number]) * 32) for number in range(2, 42))
+    plan = attrs.evolve(OWNED, members=(A, *others), weights=(1.0,) * 41, length=41 << 14)
+
+    class Shared(Arriving):
+        def __init__(self, peer):
+            self.peer = peer
+
+        async def receive_into(self, buffer):
+            await trio.sleep(40 * len(buffer) / RoundTimes().slowest)
+            buffer[:] = bytes(len(buffer))
+
+    inbox = RingInbox(PLAN.run, PLAN.tag, patience=1.0)
+    transfer = begin(plan, inbox)
+    for peer in others:
+        nursery.start_soon(inbox.deliver, RingData(PLAN.run, PLAN.tag, plan.id), Shared(peer))
+    nursery.start_soon(transfer.run)
+    await transfer.settled.wait()
+    assert transfer.complete
+    await transfer.ended()

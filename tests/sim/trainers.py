@@ -19,7 +19,7 @@ from protocol.endpoint import Limits
 from protocol.errors import Behind, Fork, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.member import Work
-from protocol.plan import Plan
+from protocol.plan import Plan, largest_part
 from protocol.planner import Lines, scheduled
 from protocol.ring import reference
 from protocol.rounds import RoundEvent, Rounds
@@ -247,6 +247,8 @@ class Trainers(SimulatedSwarm[Trainer]):
                 min(unit * self._chance.randint(0, -(-plan.free // unit)), plan.free) for _ in plan.members[1:]
             )
             blocks = tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, plan.free]))
+            if max(blocks) > largest_part(len(blocks)) * plan.free:
+                blocks = ()
         return attrs.evolve(plan, schedule=chosen, blocks=blocks)
 
     def make(self, number: int) -> Trainer:

@@ -111,6 +111,34 @@ async def test_a_coordinator_that_mixes_up_signatures_does_not_make_a_round(auto
         assert lies
 
 
+async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be_over(
+    autojump_clock, swarm_of, monkeypatch
+):
+    length = 200_000
+    async with swarm_of(6) as swarm:
+        times = swarm.times
+        liar = swarm.peers[2]
+        propose, silent = Coordinator._propose, []
+
+        def nothing(self, now, view):
+            if self._peer == liar.id:
+                silent.append(now)
+            else:
+                propose(self, now, view)
+
+        monkeypatch.setattr(Coordinator, "_propose", nothing)
+        others = [peer for peer in swarm.peers if peer is not liar]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(liar.collective.all_reduce, torch.zeros(length))
+            begun = trio.current_time()
+            while not silent:
+                begun = trio.current_time()
+                await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(length)), others)
+            took = trio.current_time() - begun
+            nursery.cancel_scope.cancel()
+        assert took < 2 * (times.grace + times.slack) + times.attempt(length, 6) + 5
+
+
 async def test_strangers_wait_for_no_tag(autojump_clock, swarm_of):
     async with swarm_of(2) as swarm:
         one, other = swarm.peers
