@@ -9,9 +9,11 @@ One seed is one history, whichever machine it runs on. The exit status is 1 if a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,10 +28,11 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # histories depend on the order in sets
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
     arguments = parse()
-    seeds = arguments.seeds
+    seeds, done = arguments.seeds, 0
     began, failed, sizes, longest, rounds = time.monotonic(), [], Counter[int](), (0.0, 0), 0
-    with multiprocessing.Pool(arguments.jobs, prepare) as pool:
+    with multiprocessing.Pool(arguments.jobs, prepare) as pool, contextlib.suppress(KeyboardInterrupt):
         for seed, history, problem in pool.imap_unordered(one, seeds):
+            done += 1
             if problem:
                 failed.append(seed)
                 print(f"{problem}\nseed {seed} FAILED: python scripts/simulate.py --seeds {seed}\n", flush=True)
@@ -39,7 +42,7 @@ def main() -> int:
             longest = max(longest, (history.calm, seed))
             if len(seeds) == 1:
                 print(history)
-    print(f"{len(seeds)} histories in {time.monotonic() - began:.0f} s, {len(failed)} failed {sorted(failed) or ''}")
+    print(f"{done} histories in {time.monotonic() - began:.0f} s, {len(failed)} failed {sorted(failed) or ''}")
     print(f"{rounds} rounds; peers: {dict(sorted(sizes.items()))}")
     print(f"longest until all were well again: {longest[0]:.0f} simulated s (seed {longest[1]})")
     return 1 if failed else 0
@@ -58,6 +61,7 @@ def seeds(text: str) -> range:
 
 
 def prepare() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that has started this one ends it
     import hypothesis  # noqa: F401  with it, trio's order of tasks is that of its seed
 
     import tests.sim.history  # noqa: F401
