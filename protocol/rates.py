@@ -27,6 +27,10 @@ PERIOD = 0.1
 WINDOW = 1 << 16
 """Bytes of a window, at least: several times what is handed over at a time."""
 
+SHORTEST_WINDOW = 1.0
+"""Seconds that it lasts, at least. Less says more about buffers, and how quickly a connection dares to send, than about
+the line: what takes no longer than two windows measures nothing."""
+
 LONGEST_WINDOW = 2.0
 """Seconds after which it ends all the same."""
 
@@ -111,7 +115,7 @@ class RateMeter:
             moved = {peer: _moved(known[peer], count, sent) for peer, count in counts.items() if peer in known}
             # What a relay passes on is counted on the connection to it.
             total = sum(count for peer, count in moved.items() if not counts[peer].relayed)
-            if now > began and (total >= WINDOW or now >= began + LONGEST_WINDOW):
+            if now >= began + (SHORTEST_WINDOW if total >= WINDOW else LONGEST_WINDOW):
                 self._opened[sent] = now, dict(counts)
                 self._close(sent, moved, total, now - began)
 

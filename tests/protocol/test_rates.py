@@ -68,7 +68,7 @@ def test_a_share_of_the_line_says_nothing_about_the_way_to_one_peer(wire):
 
 
 def test_pauses_do_not_count_and_neither_does_a_full_buffer(wire):
-    wire.carry(1, sent={A: 1e6})
+    wire.carry(5, sent={A: 1e6})
     wire.carry(3)
     wire.carry(PERIOD, sent={A: 9e6})
     wire.carry(3)
@@ -90,45 +90,51 @@ def test_a_few_bytes_say_nothing(wire):
     assert wire.rates().up == 0
 
 
+def test_what_is_over_in_a_moment_measures_nothing(wire):
+    wire.carry(1.5, sent={A: 9e6})  # into buffers, perhaps
+    wire.meter.conclude()
+    assert wire.rates().up == 0
+
+
 def test_a_line_that_gets_worse_is_believed_little_by_little_and_a_better_one_at_once(wire):
     for rate, known in ((4e6, 4e6), (2e6, 3.5e6), (2e6, 3.125e6), (8e6, 8e6)):
-        wire.carry(2, sent={A: rate})
+        wire.carry(5, sent={A: rate})
         wire.meter.conclude()
         assert wire.rates().up == pytest.approx(known)
         assert wire.towards(A).sent == pytest.approx(known)
 
 
 def test_what_tells_only_what_a_line_can_do_at_least_makes_no_figure_worse(wire):
-    wire.carry(2, sent={A: 4e6})
+    wire.carry(5, sent={A: 4e6})
     wire.meter.conclude()
     for rate, known in ((1e6, 4e6), (8e6, 8e6)):
-        wire.carry(2, sent={A: rate})
+        wire.carry(5, sent={A: rate})
         wire.meter.conclude(raise_only=True)
         assert wire.rates().up == pytest.approx(known)
         assert wire.towards(A).sent == pytest.approx(known)
 
 
 def test_what_was_measured_long_ago_of_one_peer_is_forgotten(wire):
-    wire.carry(1, sent={A: 1e6})
+    wire.carry(5, sent={A: 1e6})
     wire.meter.conclude()
     for _ in range(20):
-        wire.carry(1, sent={B: 1e6})
+        wire.carry(5, sent={B: 1e6})
         wire.meter.conclude()
     assert wire.towards(A).sent == 0
     assert wire.rates().up == pytest.approx(1e6)
 
 
 def test_what_goes_through_a_relay_is_not_counted_twice(wire):
-    wire.carry(2, sent={A: 1e6, B: 1e6}, relayed={A})
+    wire.carry(5, sent={A: 1e6, B: 1e6}, relayed={A})
     wire.meter.conclude()
     assert wire.rates().up == pytest.approx(1e6)
     assert wire.towards(A).relayed
 
 
 def test_another_connection_to_the_same_peer_counts_from_its_beginning(wire):
-    wire.carry(1, sent={A: 1e6})
+    wire.carry(5, sent={A: 1e6})
     wire.counts[A] = Count(0, 0, 0.05, False)
-    wire.carry(1, sent={A: 1e6})
+    wire.carry(5, sent={A: 1e6})
     wire.meter.conclude()
     assert wire.rates().up == pytest.approx(1e6)
 
