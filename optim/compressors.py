@@ -159,11 +159,7 @@ class TopChunks:
         # One of four levels for each value: its sign, and whether it is nearer to a third of the chunk's largest.
         scale = values.abs().amax(dim=1, keepdim=True)
         codes = (values < 0).to(torch.uint8) * 2 + (values.abs() * 3 > scale * 2).to(torch.uint8)
-        padded = torch.zeros(-(-codes.numel() // 4) * 4, dtype=torch.uint8)
-        padded[: codes.numel()] = codes.flatten()
-        quads = padded.view(-1, 4)
-        packed = quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
-        return scale.numpy().tobytes() + packed.numpy().tobytes()
+        return scale.numpy().tobytes() + _pack2(codes.flatten())
 
     def _values_in(self, data: bytes, count: int, k: int) -> torch.Tensor:
         if not count * k:
@@ -171,10 +167,8 @@ class TopChunks:
         if self.bits == 16:
             return torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float().view(count, k)
         scale = torch.frombuffer(bytearray(data[: 4 * count]), dtype=torch.float32).view(count, 1)
-        packed = torch.frombuffer(bytearray(data[4 * count :]), dtype=torch.uint8)
-        codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).flatten()[: count * k]
         levels = torch.tensor([1 / 3, 1.0, -1 / 3, -1.0])
-        return levels[codes.long()].view(count, k) * scale
+        return levels[_unpack2(data[4 * count :], count * k)].view(count, k) * scale
 
 
 @attrs.frozen
@@ -193,11 +187,7 @@ class Ternary:
             scale = part.abs().amax() if len(part) else torch.zeros(())
             drawn = torch.rand(len(part), generator=generator) * scale < part.abs()
             codes = drawn.to(torch.uint8) * (1 + (part < 0).to(torch.uint8))
-            padded = torch.zeros(-(-len(codes) // 4) * 4, dtype=torch.uint8)
-            padded[: len(codes)] = codes
-            quads = padded.view(-1, 4)
-            packed = quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
-            parts.append(scale.reshape(1).numpy().tobytes() + packed.numpy().tobytes())
+            parts.append(scale.reshape(1).numpy().tobytes() + _pack2(codes))
         return b"".join(parts)
 
     def is_sound(self, message: bytes, layout: Layout) -> bool:
@@ -212,9 +202,8 @@ class Ternary:
             size = -(-len(part) // 4)
             scale = torch.frombuffer(bytearray(message[at : at + 4]), dtype=torch.float32)
             if len(part):
-                packed = torch.frombuffer(bytearray(message[at + 4 : at + 4 + size]), dtype=torch.uint8)
-                codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).flatten()[: len(part)]
-                part.copy_(torch.tensor([0.0, 1.0, -1.0, 0.0])[codes.long()] * scale)
+                codes = _unpack2(message[at + 4 : at + 4 + size], len(part))
+                part.copy_(torch.tensor([0.0, 1.0, -1.0, 0.0])[codes] * scale)
             at += 4 + size
         return result
 
@@ -294,6 +283,19 @@ def _unpack(data: bytes) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return torch.stack([packed >> place & 1 for place in range(8)], dim=1).flatten()
+
+
+def _pack2(codes: torch.Tensor) -> bytes:
+    """Numbers below 4, four of them in a byte."""
+    padded = torch.zeros(-(-len(codes) // 4) * 4, dtype=torch.uint8)
+    padded[: len(codes)] = codes
+    quads = padded.view(-1, 4)
+    return (quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6).numpy().tobytes()
+
+
+def _unpack2(data: bytes, count: int) -> torch.Tensor:
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).flatten()[:count].long()
 
 
 def _pack12(numbers: torch.Tensor) -> bytes:
