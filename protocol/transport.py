@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import lru_cache
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import attrs
@@ -29,6 +30,14 @@ _MAX_HOST_LENGTH = 253  # RFC 1035: 255 octets on the wire
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
+
+
+@lru_cache(maxsize=1024)  # asked of each connection, again and again
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _canonical_host(host: str) -> str:
@@ -91,10 +100,7 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether it is an address of this very machine that no line leads to."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return _is_loopback(self.host)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
