@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,8 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from allreduce import Everybody, identity_of
+
 from optim import OuterState
 from peer.chain import Tip
 from peer.history import Rules
@@ -39,7 +40,6 @@ from peer.sync import Donor, fetch_history, fetch_state
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
-from protocol.identity import Identity, PeerId
 from protocol.rounds import Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
@@ -63,33 +63,6 @@ class Setting:
     """Bytes per second of each donor."""
     training: float
     """Seconds between two rounds."""
-
-
-def identity_of(rank: int) -> Identity:
-    """Who a process is."""
-    return Identity.from_seed(hashlib.sha256(b"newcomers %d" % rank).digest())
-
-
-class Donors:
-    """A roster of all donors from the start."""
-
-    def __init__(self, count: int) -> None:
-        self._peers = frozenset(identity_of(rank).peer_id for rank in range(count))
-
-    def partners(self) -> Collection[PeerId]:
-        return self._peers
-
-    def expected(self) -> Collection[PeerId]:
-        return self._peers
-
-    def arriving(self) -> Collection[PeerId]:
-        return ()
-
-    def knows(self, peer: PeerId) -> bool:
-        return peer in self._peers
-
-    def doubt(self, peer: PeerId, seconds: float) -> None:
-        raise RuntimeError(f"{peer.short} was silent for {seconds:g} s")
 
 
 def say(what: object) -> None:
@@ -122,7 +95,7 @@ async def donate(rank: int, setting: Setting) -> None:
         endpoint,
         RUN,
         settings=RoundTimes(),
-        roster=Donors(setting.donors),
+        roster=Everybody(setting.donors),
         report=lambda event: None,
         courtesy=courtesy,
     )
