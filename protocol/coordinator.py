@@ -54,6 +54,9 @@ class RoundTimes:
     """What the coordinator waits beyond the grace that it announces: time to compute and to deliver a contribution."""
     stall: float = attrs.field(default=10.0, validator=gt(0))
     """A peer from which nothing came for so long, although it should have, counts as failed."""
+    quiet: float = attrs.field(default=3.0, validator=gt(0))
+    """The same while data is carried that usually comes quickly; what has come so far decides between the two, see
+    `protocol.silence`."""
     settle: float = attrs.field(default=1.0, validator=gt(0))
     """How long further reports are gathered after the first one that an attempt failed. More than a round trip."""
     poll: float = attrs.field(default=0.5, validator=gt(0))

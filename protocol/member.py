@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -18,7 +19,7 @@ from protocol.attempt import Attempt
 from protocol.ballots import Acceptor, Offer, Refusal
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind, Fork, PeerGone, RoundAborted, ShoalError
+from protocol.errors import Behind, Fork, PeerGone, RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Plan
 from protocol.rates import Rates
@@ -39,7 +40,11 @@ from protocol.round_messages import (
 )
 from protocol.salvage import Holding
 from protocol.sessions import Line
+from protocol.silence import LEAST
 from protocol.wire import Message
+
+_Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked
+_SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked)
 
 
 class Redirected(ShoalError):
@@ -108,6 +113,7 @@ class Member:
         keep: Told of the result as soon as it is complete.
         report: Told of attempts that began (no reason) and failed (with a reason).
         patience: Seconds to wait for a first plan. For news of one that is being carried out, its length decides.
+        received: How many bytes have come from the coordinator in all: what it says may have to wait behind others.
     """
 
     def __init__(
@@ -123,10 +129,11 @@ class Member:
         keep: Callable[[Reduced], None],
         report: Callable[[Plan, str | None], None],
         patience: float,
+        received: Callable[[], int] = lambda: 0,
     ) -> None:
         self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
         self._check, self._begin, self._fetch, self._keep, self._report = check, begin, fetch, keep, report
-        self._patience = patience
+        self._patience, self._received = patience, received
         self._transfer: Attempt | None = None
         self._reduced: Reduced | None = None
         self._error: ShoalError | None = None
@@ -160,11 +167,7 @@ class Member:
     async def _listen(self) -> None:
         news = trio.current_time()
         while True:
-            # A coordinator that is stuck says nothing; one that goes on for ever without a plan is no better.
-            timeout = min(self._times.stall, news + self._patience - trio.current_time())
-            message = await self._line.receive(
-                Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked, timeout=max(0.0, timeout)
-            )
+            message = await self._hear(news + self._patience)
             if isinstance(message, Queued):
                 continue
             news = trio.current_time()
@@ -183,6 +186,16 @@ class Member:
                 case Forked(base):
                     offer = self._work.offer
                     raise Fork(self._line.peer, offer.revision - 1, ours=offer.base, theirs=base)
+
+    async def _hear(self, deadline: float) -> _Said:
+        """The next message. A coordinator that is stuck says nothing; one that goes on without news is no better."""
+        while True:
+            before, timeout = self._received(), min(self._times.stall, deadline - trio.current_time())
+            try:
+                return await self._line.receive(*_SAID, timeout=max(0.0, timeout))
+            except RequestTimeout:
+                if trio.current_time() >= deadline or self._received() - before < LEAST:
+                    raise
 
     async def _follow(self, plan: Plan) -> None:
         holdings = self._work.holdings if self._transfer is None else self._transfer.holdings()

@@ -190,6 +190,23 @@ class RingData:
     plan_id: Hash
 
 
+@message("ring.waiting")
+class Waiting:
+    """Asks a member from which nothing comes whether it is waiting itself."""
+
+    run: Hash
+    tag: Tag
+    plan_id: Hash
+
+
+@message("ring.waits")
+class Waits:
+    """Answer to `Waiting`."""
+
+    silent: Seconds | None
+    """For how long nothing has come in here, if that is why nothing is sent; None: that is not why."""
+
+
 @message("gather.block")
 class GatherBlock:
     """The next block on a stream of a gather; the plan says how many bytes follow."""

@@ -52,11 +52,13 @@ from protocol.round_messages import (
     Redirect,
     RingData,
     RoundOpen,
+    Waiting,
 )
 from protocol.sessions import Line, LocalLine, local_lines
 from protocol.signatures import Signatures
 from protocol.swap import Swap
 from protocol.transfer import RingInbox
+from protocol.watch import received
 from protocol.wire import Message
 
 __all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
@@ -130,6 +132,7 @@ class Rounds:
             Ready: self._on_ready,
             RoundOpen: self._on_open,
             RingData: self._inbox.deliver,
+            Waiting: self._carrying.answer,
             FetchResult: self._on_fetch,
         }
         """What serves the requests of others, while `run` runs."""
@@ -288,7 +291,7 @@ class Rounds:
         offer = self._offer("exchange", revision, len(values), weight, digest)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
         swap = Swap(agreed.plan, values, encoded, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
-        await self._carrying.run(swap)
+        await self._carrying.swap(swap)
         self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap
 
@@ -399,6 +402,7 @@ class Rounds:
                         keep=self._keep,
                         report=self._report_attempt if leader != self._endpoint.peer_id else self._report_start,
                         patience=patience,
+                        received=lambda: received(self._endpoint, leader),
                     ).run()
         finally:
             leadership.attending = None

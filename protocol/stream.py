@@ -198,6 +198,16 @@ class Stream:
                 if 0 < missing < view.nbytes:
                     self.reset()
 
+    @property
+    def arrived(self) -> int:
+        """Bytes that have come of those that the running `receive_into` waits for; 0 if there is none."""
+        return 0 if self.raw.wanted is None else self._expected - len(self.raw.wanted)
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the peer can send nothing, because we have not let it."""
+        return self.raw.allowance <= 0
+
     async def receive_some(self, buffer: Buffer) -> int:
         """Receives one raw byte or more, as many as are there and fit in; 0 once the other side has finished.
 
@@ -281,7 +291,7 @@ class Stream:
                 self._give_up("took")
         if self._receiving.running:
             received = self._expected - len(raw.wanted or b"")
-            if raw.allowance <= 0:  # it is for us to grant more
+            if self.withheld:
                 self._receiving.begin(now, received)
             elif self._receiving.stuck(now, received):
                 self._give_up("sent")

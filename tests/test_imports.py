@@ -54,6 +54,7 @@ SHELLS = {
     "protocol/tcp.py",
     "protocol/transfer.py",
     "protocol/upnp.py",
+    "protocol/watch.py",
     "dht/neighbours.py",
     "dht/node.py",
     "dht/service.py",

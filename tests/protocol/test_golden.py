@@ -127,6 +127,8 @@ MESSAGES = {
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
         "92 c460 73*96 c460 73*96 a6646972656374 92 00 ce000f4240"
     ),
+    round_messages.Waiting(ONES, "", TWOS): "94 ac72696e672e77616974696e67 c420 11*32 a0 c420 22*32",
+    round_messages.Waits(2.5): "92 aa72696e672e7761697473 cb4004000000000000",
     round_messages.Halt(BALLOT): "92 aa726f756e642e68616c74 93 02 01 c420 aa*32",
     round_messages.Halted(BALLOT, (Holding(SOURCE, (Span(5, 300),)),)): (
         "93 ac726f756e642e68616c746564 93 02 01 c420 aa*32 "
