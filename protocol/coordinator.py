@@ -68,6 +68,11 @@ class RoundTimes:
     keep: int = attrs.field(default=3, validator=ge(1))
     """Results that are kept for peers that missed them."""
 
+    @property
+    def window(self) -> float:
+        """For how long a window is open for those who are not ready."""
+        return self.grace + self.slack
+
     def transfer(self, length: int) -> float:
         """Longest that a transfer of `length` fp32 elements may take."""
         return self.stall + 4 * length / self.slowest
@@ -211,6 +216,15 @@ class Coordinator:
     def collecting(self) -> bool:
         """Whether the window is open."""
         return self.closes is not None and self.plan is None and self.holder is None
+
+    @property
+    def load(self) -> int:
+        """What the plan that is out takes, see `Plan.load`, or else one for all who are ready."""
+        if self.plan is not None:
+            return self.plan.load
+        loads = [load(candidate.operation, candidate.length) for candidate in self._candidates.values()]
+        gathering = any(candidate.operation == "gather" for candidate in self._candidates.values())
+        return sum(loads) if gathering else max(loads, default=0)
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""

@@ -112,7 +112,9 @@ class Member:
         fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
         keep: Told of the result as soon as it is complete.
         report: Told of attempts that began (no reason) and failed (with a reason).
-        patience: Seconds to wait for a first plan. For news of one that is being carried out, its length decides.
+        load: What is to be done, see `Plan.load`, as far as we know. This decides for how long we wait.
+        most: What we believe if we are told that it is more.
+        size: How many may take part.
         received: How many bytes have come from the coordinator in all: what it says may have to wait behind others.
     """
 
@@ -128,12 +130,15 @@ class Member:
         fetch: Callable[[PeerId], Awaitable[Reduced | None]],
         keep: Callable[[Reduced], None],
         report: Callable[[Plan, str | None], None],
-        patience: float,
+        load: int,
+        most: int,
+        size: int,
         received: Callable[[], int] = lambda: 0,
     ) -> None:
         self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
         self._check, self._begin, self._fetch, self._keep, self._report = check, begin, fetch, keep, report
-        self._patience, self._received = patience, received
+        self._load, self._most, self._size, self._received = load, most, size, received
+        self._patience = 0.0
         self._transfer: Attempt | None = None
         self._reduced: Reduced | None = None
         self._error: ShoalError | None = None
@@ -165,10 +170,15 @@ class Member:
         raise self._error or PeerGone("the coordinator said nothing more")
 
     async def _listen(self) -> None:
-        news = trio.current_time()
+        begun = news = trio.current_time()
         while True:
-            message = await self._hear(news + self._patience)
+            # For news of a plan that is being carried out we wait as that one takes.
+            patience = self._patience or self._times.window + self._times.attempt(self._load, self._size)
+            # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
+            limit = 2 * (self._times.window + 2 * self._times.attempt(2 * self._load, self._size))
+            message = await self._hear(min(news + patience, begun + limit))
             if isinstance(message, Queued):
+                self._load = max(self._load, min(message.load, self._most))
                 continue
             news = trio.current_time()
             match message:
@@ -215,7 +225,8 @@ class Member:
         # So long the coordinator may work on it, and on collecting members anew if it fails.
         times = self._times
         limit = times.attempt(plan.load, len(plan.members)) + times.stall + times.settle
-        self._patience = limit + times.grace + times.slack
+        self._patience = limit + times.window
+        self._load = max(self._load, min(plan.load, self._most))
         self._nursery.start_soon(self._watch, self._transfer)
         await self._send(Accepted(plan.ballot))
 

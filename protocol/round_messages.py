@@ -55,6 +55,9 @@ class Ready:
 class Queued:
     """The coordinator has noted the member. Repeated, so that silence means that the coordinator is stuck."""
 
+    load: Length
+    """Of what is going on there, or is to come, as far as is known: see `Plan.load`. It may take as long."""
+
 
 @message("round.redirect")
 class Redirect:

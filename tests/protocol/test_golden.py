@@ -100,7 +100,7 @@ MESSAGES = {
         "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
         "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 95 c420 bb*32 00 cd012c cdc350 c3"
     ),
-    round_messages.Queued(): "91 ac726f756e642e717565756564",
+    round_messages.Queued(300): "92 ac726f756e642e717565756564 cd012c",
     round_messages.Redirect(BOB, (HOME,)): (
         "93 ae726f756e642e7265646972656374 c420 bb*32 91 ae3139322e302e322e373a37303730"
     ),

@@ -111,10 +111,16 @@ async def test_a_coordinator_that_mixes_up_signatures_does_not_make_a_round(auto
         assert lies
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "gather"])
 async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be_over(
-    autojump_clock, swarm_of, monkeypatch
+    autojump_clock, swarm_of, monkeypatch, operation
 ):
+    """Of a gather too, though nobody knows what others might have brought."""
     length = 200_000
+    call = {
+        "all_reduce": lambda peer: peer.collective.all_reduce(torch.ones(length)),
+        "gather": lambda peer: peer.collective.gather(bytes(length)),
+    }[operation]
     async with swarm_of(6) as swarm:
         times = swarm.times
         liar = swarm.peers[2]
@@ -129,11 +135,11 @@ async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be
         monkeypatch.setattr(Coordinator, "_propose", nothing)
         others = [peer for peer in swarm.peers if peer is not liar]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(liar.collective.all_reduce, torch.zeros(length))
+            nursery.start_soon(call, liar)
             begun = trio.current_time()
             while not silent:
                 begun = trio.current_time()
-                await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(length)), others)
+                await swarm.together(call, others)
             took = trio.current_time() - begun
             nursery.cancel_scope.cancel()
         assert took < 2 * (times.grace + times.slack) + times.attempt(length, 6) + 5

@@ -45,3 +45,29 @@ async def test_who_is_slow_but_goes_on_is_not_left_out(autojump_clock, swarm_of,
         outcomes = await swarm.together(reduce(length))
         assert {outcome.attempts for outcome in outcomes.values()} == {1}
         assert {len(outcome.members) for outcome in outcomes.values()} == {4}
+
+
+async def test_who_comes_while_something_long_is_gathered_waits_for_the_end(autojump_clock, swarm_of):
+    """It brings nothing and does not know what others have brought, but is told."""
+    async with swarm_of(4, bandwidth=80_000) as swarm:
+        late, *others = swarm.peers
+        doubted = []
+        late.doubt = lambda peer, seconds: doubted.append(peer)
+        block = bytes(2_400_000)
+        outcomes = {}
+        async with trio.open_nursery() as nursery:
+
+            async def come():
+                await trio.sleep(8)
+                outcomes.update(await swarm.together(lambda peer: peer.collective.barrier(), [late]))
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(come)
+            first = await swarm.together(
+                lambda peer: peer.collective.broadcast(block if peer is others[0] else None), others
+            )
+            assert {len(outcome.members) for outcome in first.values()} == {3}
+            await swarm.together(lambda peer: peer.collective.barrier(), others)
+            await trio.sleep_forever()
+        assert not doubted
+        assert len(outcomes[late].members) == 4
