@@ -8,9 +8,9 @@ Phases:
 - *collecting*: from the first ready peer until all live ones are, or the grace time is over;
 - *running*: a plan is out. It ends well when every member holds the result. When a member is lost or reports a failure
   before anybody holds the result, the others halt and say which parts they hold, and the next plan goes out without the
-  culprit and salvages these parts (but if all others are lost at once, we collect again); when somebody holds the
-  result already, the plan is called off and the others fetch it. Every attempt has a time limit and every failed one
-  costs a member, so a round ends;
+  culprit and salvages these parts (but if all others are lost at once, or we were away, we collect again); when
+  somebody holds the result already, the plan is called off and the others fetch it. Every attempt has a time limit and
+  every failed one costs a member, so a round ends;
 - *over*: `holder` names a peer with the result, and whoever is still here is sent there.
 """
 
@@ -117,6 +117,8 @@ class View:
     rank: int
     base: bytes | None
     """Digest of our own state before the round; None if we are not there yet."""
+    woken: bool = False
+    """This process was stopped, and went on a moment ago."""
     patience: float = 0.0
     """Seconds that a round goes on for members that say they are `late`: as long as the last one took to reduce."""
 
@@ -187,7 +189,7 @@ class Coordinator:
     def _reset(self) -> None:
         self.plan = self.closes = self.holder = None
         self._blamed: set[PeerId] = set()
-        self._alone = False  # we have lost all others once
+        self._alone = False  # we have lost all others once, or were away
         self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
         self._answers: dict[PeerId, Answer] = {}
         self._refusals: Counter[PeerId] = Counter()
@@ -477,9 +479,9 @@ class Coordinator:
             self._finish(min(self._holders))
         elif now < (self._halts or 0.0) and self._left(plan) - self._halted:
             pass
-        elif others and self._lost == others and not self._alone:
-            # Whoever loses everybody has perhaps been away itself: it opens the window again, once a round. Connections
-            # that broke meanwhile are found broken one after the other.
+        elif others and (view.woken or self._lost == others) and not self._alone:
+            # Whoever loses everybody has perhaps been away itself, as whoever has been away may have lost some: it
+            # opens the window again, once a round. Connections that broke meanwhile are found broken one by one.
             blamed = self._blamed - set(plan.members)
             self._reset()
             self._blamed, self._alone = blamed, True

@@ -312,6 +312,7 @@ class Leadership:
             leading=leading,
             rank=rank,
             base=self._base(),
+            woken=self._roster.woken(),
             patience=self._patience(),
         )
 

@@ -18,6 +18,7 @@ MAY_IMPORT = {
 SHELLS = {
     "protocol/attempt.py",
     "protocol/attempts.py",
+    "protocol/awake.py",
     "protocol/blocking.py",
     "protocol/channel.py",
     "protocol/channels.py",

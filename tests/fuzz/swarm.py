@@ -237,6 +237,7 @@ def coordinator(data: bytes) -> None:
         _tell(choices, core, choices.of(peers), peers, ballots, now)
         view = View(
             expected=frozenset(peer for peer in peers if choices.number(3)),
+            woken=choices.one_in(8),
             arriving=frozenset(peer for peer in peers if choices.one_in(4)),
             leading=choices.number(3) > 0,
             rank=choices.number(3),
