@@ -327,7 +327,7 @@ class Connection:
     async def rest(self) -> None:
         """After some records: whoever floods us waits, so that others get their turn."""
         self._end_if_done()
-        if self.mux.urgent or self.mux.bulk_waiting:
+        if self.mux.urgent or self.mux.bulk_waiting or self.mux.pieces_waiting:
             self.kick()
         if self.mux.work == self._worked:
             return

@@ -170,7 +170,7 @@ class Lanes:
         rate = sum(rates) if len(rates) == len(states) else None
         pacer.update(now, LineState(rtt, acked, rate=rate, limited=any(state.limited for state in states)))
         for channel in channels:
-            channel.pace(pacer.rate / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
+            channel.pace(pacer.limit / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
 
     def pause(self) -> None:
         """Tells the pacer if there is no bulk data to send, on no connection."""

@@ -4,11 +4,13 @@ Everything here is a pure function of what the members say about their lines (`p
 plan comes out that all can carry out, and in which nobody owns more than `largest_part`. Who lies, or does not know,
 makes rounds slower, and gets no more of the data than a line twice as fast as usual would: more has to be confirmed.
 
-The model. Data of V bytes in n blocks takes, around a ring, 2(n-1)/n · V on each hop, and 2(n-1) steps. A hop is as
-fast as the sender's uplink, the receiver's downlink and the way between them allow, so the order matters where ways
-differ: peers that reach each other through a relay only get others between them. By way of the owners it takes two
-steps, and the owner of the part b of the data moves (1 + (n-2) · b) · V bytes each way: a slow member should own
-little. (Hivemind computes that as a linear program. Here it is a search for the time in which all of V finds an owner.)
+The model. Data of V bytes in n blocks takes, around a ring, 2(n-1)/n · V on each hop, and 2(n-1) steps. What comes in
+is passed on piece by piece, so the latency of a step shows only if all hops together take longer for the first piece
+than the slowest one for all of the blocks. A hop is as fast as the sender's uplink, the receiver's downlink and the way
+between them allow, so the order matters where ways differ: peers that reach each other through a relay only get others
+between them. By way of the owners it takes two steps, and the owner of the part b of the data moves (1 + (n-2) · b) · V
+bytes each way: a slow member should own little. (Hivemind computes that as a linear program. Here it is a search for
+the time in which all of V finds an owner.)
 
 So the owners' way wins where steps take longer than the data, and where members differ. The ring needs fewer streams
 and keeps nothing, so it is taken unless it is slower by `MARGIN`; blocks are equal unless that is slower by `UNEQUAL`.
@@ -28,6 +30,7 @@ from protocol.codecs import block_of, make_codec
 from protocol.identity import PeerId
 from protocol.plan import Plan, largest_part
 from protocol.rates import UNKNOWN, Rates
+from protocol.ring import MOST_PIECES, SMALLEST_PIECE
 
 _Floats: TypeAlias = NDArray[np.float64]
 
@@ -95,8 +98,10 @@ class Lines:
         there, size = np.roll(here, -1, axis=1), here.shape[1]
         if size < 2:
             return np.zeros(len(here))
-        hops = nbytes / self.rates[here, there].min(axis=1) + self.latencies[here, there].sum(axis=1)
-        times: _Floats = 2 * (size - 1) / size * hops
+        blocks, latency = nbytes / size / self.rates[here, there], self.latencies[here, there].sum(axis=1)
+        passing = blocks.sum(axis=1) / _pieces(nbytes / size) + latency  # of a piece, all the way round
+        round_trip = np.maximum(size * blocks.max(axis=1), passing)
+        times: _Floats = 2 * (size - 1) / size * round_trip + latency / size
         return times
 
     def ring_time(self, nbytes: float) -> float:
@@ -143,6 +148,11 @@ class Lines:
             low, high = (low, middle) if capacity(middle).sum() >= 1 else (middle, high)
         parts: _Floats = capacity(high) / capacity(high).sum()
         return parts
+
+
+def _pieces(nbytes: float) -> float:
+    """In how many pieces a block of so many bytes travels around a ring, about."""
+    return min(max(nbytes / (4 * SMALLEST_PIECE), 1.0), MOST_PIECES)
 
 
 def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
