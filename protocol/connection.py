@@ -278,6 +278,11 @@ class Connection:
         return self.channel.bytes_sent + self.lanes.bytes_sent
 
     @property
+    def carried(self) -> float:
+        """Bytes per second that the way has carried at most lately; 0 where nothing is known."""
+        return self.lanes.pacer.carried
+
+    @property
     def bytes_received(self) -> int:
         """Bytes from the wire so far, lanes included."""
         return self.channel.bytes_received + self.lanes.bytes_received

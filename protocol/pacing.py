@@ -63,17 +63,18 @@ class Pacer:
         burst: Bytes to hand over at a time; 0 while nothing is known.
         unsent: Bytes that may wait unsent in the kernel: none of it may be late while we are not scheduled.
         delivered: Bytes per second that arrive when there is data to send all the time.
+        carried: The most bytes per second that have arrived lately, for a round trip or longer.
     """
 
     def __init__(self) -> None:
         self.rate = self.limit = math.inf
         self.burst = 0
         self.unsent = SMALLEST_BURST
-        self.delivered = 0.0
+        self.delivered = self.carried = 0.0
         self._due = -math.inf
         self._last: tuple[float, int] | None = None  # time and bytes arrived, at the last look
         self._steady = False  # there was bulk data to send all the time since
-        self._most, self._could = _Highest(), _Highest()
+        self._most, self._could, self._carried = _Highest(), _Highest(), _Highest()
         self._asked = deque([0.0], maxlen=2)  # the rates of the last two round trips: what arrives now was sent then
         self._trips = _Trips()
         self._previous = 0.0  # the rate that was possible, as of the last look
@@ -102,6 +103,9 @@ class Pacer:
             return
         arrived = (path.acked - last[1]) / (now - last[0])
         delivered = arrived if path.rate is None else path.rate
+        # Acknowledgements that were late make too much of what arrived; the rates of several connections do not add up.
+        self._carried.update(now, _MEMORY, min(arrived, delivered))
+        self.carried = self._carried.value
         if steady:
             change = _LESS if arrived >= _KEPT_UP * self._previous else _MORE
             low, high = _UNSENT_SECONDS

@@ -158,27 +158,29 @@ def _pieces(nbytes: float) -> float:
 def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     """The lines of members, by what each says about them; who is missing says nothing.
 
-    A line counts as at most `BELIEVED` times the usual one, unless partners of its owner have measured more.
+    A line is as fast as the fastest way that begins or ends there. It counts as at most `BELIEVED` times the usual one,
+    unless partners of its owner have measured more.
     A way between two counts as slower than their lines if both say so: one alone may have been sharing its line.
     """
     size, reports = len(members), [said.get(peer, UNKNOWN) for peer in members]
-    up = np.array([one.up for one in reports], dtype=np.float64)
-    down = np.array([one.down for one in reports], dtype=np.float64)
-    known = np.concatenate((up, down))
-    usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
-    up, down = (np.where(one > 0, one, usual) for one in (up, down))
     places = {peer: place for place, peer in enumerate(members)}
     heard = [
-        (place, places[partner.peer], partner.sent, partner.received, partner.rtt, partner.relayed)
+        (place, places[partner.peer], partner.sent, partner.received, partner.rtt, partner.relayed, partner.carries)
         for place, one in enumerate(reports)
         for partner in one.partners
         if places.get(partner.peer, place) != place
     ]
-    told = np.array(heard, dtype=np.float64).reshape(-1, 6)
+    told = np.array(heard, dtype=np.float64).reshape(-1, 7)
     pairs = tuple(told[:, :2].astype(np.intp).T)
-    sent, received = np.zeros((size, size)), np.zeros((size, size))
+    sent, received, carries = (np.zeros((size, size)) for _ in range(3))
     rtt, relayed = np.full((size, size), np.inf), np.full((size, size), np.nan)
-    sent[pairs], received[pairs], rtt[pairs], relayed[pairs] = told[:, 2:].T
+    sent[pairs], received[pairs], rtt[pairs], relayed[pairs], carries[pairs] = told[:, 2:].T
+    up = np.array([one.up for one in reports], dtype=np.float64)
+    down = np.array([one.down for one in reports], dtype=np.float64)
+    up, down = np.maximum(up, carries.max(axis=1)), np.maximum(down, carries.max(axis=0))
+    known = np.concatenate((up, down))
+    usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
+    up, down = (np.where(one > 0, one, usual) for one in (up, down))
     up = np.minimum(up, np.maximum(BELIEVED * np.median(up), received.max(axis=0)))
     down = np.minimum(down, np.maximum(BELIEVED * np.median(down), sent.max(axis=0)))
     rtt = np.minimum(rtt, rtt.T) / 1e6
@@ -186,7 +188,7 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     rtt[np.isinf(rtt)] = np.median(finite) if len(finite) else TYPICAL_RTT
     both = (sent > 0) & (received.T > 0)
     needs_relay = np.fmin(relayed, relayed.T) == 1  # of those who say anything, all
-    limit = np.where(both, np.maximum(sent, received.T), np.where(needs_relay, RELAYED, np.inf))
+    limit = np.where(both, np.maximum(np.maximum(sent, received.T), carries), np.where(needs_relay, RELAYED, np.inf))
     rates = np.minimum(np.minimum(up[:, None], down[None, :]), limit)
     return Lines(tuple(members), rates, np.maximum(rtt, _SHORTEST_RTT) / 2 + STEP, up, down)
 
