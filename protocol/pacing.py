@@ -30,6 +30,7 @@ _BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
 _UNSENT_SECONDS = (0.003, 0.05)  # and what may wait unsent lasts so long
 _KEPT_UP = 0.93  # of the rate has to arrive, else we were too slow to hand it over
 _MORE, _LESS = 1.5, 0.95  # times what may wait unsent, when we were and when we were not
+_LATELY = 1.0  # seconds
 _TICK = 0.01  # seconds between looks, at least: also a round trip
 _MEMORY = 10.0  # seconds for which the shortest round trip is remembered, at least; twice that at most
 _QUEUE = 0.005  # seconds that a round trip may be longer than the shortest
@@ -54,12 +55,27 @@ _ODD = 0.12  # of what was asked for: by so much more or less arrives if our byt
 _SLOWEST = 0.3  # of the link's rate, while the queue is drained
 
 
+class Senders:
+    """Which of an endpoint's connections have sent bulk data lately. They may share a line with each other."""
+
+    def __init__(self) -> None:
+        self._seen: dict[object, float] = {}
+
+    def alone(self, sender: object, now: float) -> bool:
+        """Notes that one is sending, and returns whether no other one is."""
+        self._seen[sender] = now
+        for other, seen in list(self._seen.items()):
+            if seen < now - _LATELY:
+                del self._seen[other]
+        return len(self._seen) == 1
+
+
 class Pacer:
     """Decides the rate of one connection.
 
     Attributes:
         rate: Bytes per second to send at most; infinity until there was a queue.
-        limit: The same; until there was a queue, a multiple of what arrived so far.
+        limit: What to keep to now: that, or a multiple of what arrived so far.
         burst: Bytes to hand over at a time; 0 while nothing is known.
         unsent: Bytes that may wait unsent in the kernel: none of it may be late while we are not scheduled.
         delivered: Bytes per second that arrive when there is data to send all the time.
@@ -93,8 +109,15 @@ class Pacer:
         """There is no bulk data to send, or none may be sent: what arrives says nothing about the link."""
         self._steady = False
 
-    def update(self, now: float, path: LineState) -> None:
-        """Takes in what is known about the connection now."""
+    def update(self, now: float, path: LineState, *, alone: bool = True) -> None:
+        """Takes in what is known about the connection now.
+
+        Args:
+            now: The time.
+            path: What is known.
+            alone: No other one may share the line with it. Else nothing is decided: of several that see each other's
+                queues, some would give way for good. Sharing a line is what the kernel's congestion control is for.
+        """
         self._trips.update(now, path.rtt)
         self._due = now + max(_TICK, path.rtt)
         last, self._last = self._last, (now, path.acked)
@@ -114,13 +137,13 @@ class Pacer:
             self.delivered = delivered
             self._most.update(now, max(_PERIOD, _PERIODS * (path.rtt - self._trips.excess)), delivered)
             self._could.update(now, _MEMORY, delivered)
-            if self._filled(path.limited):
+            if self._filled(path.limited) and alone:
                 self._decide(path, round((now - last[0]) / max(_TICK, path.rtt)))
             self.rate = max(self.rate, SLOWEST)
             self._asked.append(self.rate)
             self._previous = min(self.rate, self.delivered)
         self.delivered = max(self.delivered, delivered)
-        self.limit = self.rate if self.rate < math.inf else max(_UNKNOWN, _START * self._most.value)
+        self.limit = self.rate if alone and self.rate < math.inf else max(_UNKNOWN, _START * self._most.value)
         possible = min(self.rate, self._most.value or self.delivered)
         self.burst = _bounded(_BURST_SECONDS * possible)
         self.unsent = _bounded(self._patience * possible)
