@@ -43,6 +43,7 @@ from protocol.mux_stream import (
     Retired,
     Stopped,
 )
+from protocol.pacing import Senders
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
@@ -113,6 +114,7 @@ class Connection:
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
         dial: How lanes are dialled; None if there can be none.
+        senders: Of bulk data: all connections that may share a line.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Connection:
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
         dial: Dial | None = None,
+        senders: Senders | None = None,
     ) -> None:
         self.peer = channel.peer_id
         self.channel = channel
@@ -149,7 +152,8 @@ class Connection:
             limits=MuxLimits(limits.max_streams, _window(limits)),
             memory=memory,
         )
-        self.lanes = Lanes(self, dial, limit=limits.max_lanes, most_kept=2 * _window(limits))
+        senders = senders or Senders()
+        self.lanes = Lanes(self, dial, limit=limits.max_lanes, most_kept=2 * _window(limits), senders=senders)
         self._patience = TokenBucket(_WORK_PER_SECOND)
         self._worked = 0  # of the mux's work, what patience was spent for
         self._streams: dict[int, Stream] = {}
@@ -278,6 +282,11 @@ class Connection:
         return self.channel.bytes_sent + self.lanes.bytes_sent
 
     @property
+    def carried(self) -> float:
+        """Bytes per second that the way has carried at most lately; 0 where nothing is known."""
+        return self.lanes.pacer.carried
+
+    @property
     def bytes_received(self) -> int:
         """Bytes from the wire so far, lanes included."""
         return self.channel.bytes_received + self.lanes.bytes_received
@@ -327,7 +336,7 @@ class Connection:
     async def rest(self) -> None:
         """After some records: whoever floods us waits, so that others get their turn."""
         self._end_if_done()
-        if self.mux.urgent or self.mux.bulk_waiting:
+        if self.mux.urgent or self.mux.bulk_waiting or self.mux.pieces_waiting:
             self.kick()
         if self.mux.work == self._worked:
             return

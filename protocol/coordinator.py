@@ -419,9 +419,9 @@ class Coordinator:
     def _lines(self, fit: dict[PeerId, Candidate], operation: Operation, length: int) -> Lines:
         """The lines of the candidates, in the order in which they make the fastest ring.
 
-        Where no order is better than others, it is another one in each round.
+        Where no order is better than others, it stays the same: connections that have carried data know their way.
         """
-        members = coordinators(self._run, self._revision, fit, tag=self._tag)
+        members = coordinators(self._run, 0, fit, tag=self._tag)
         lines = lines_of(members, {peer: fit[peer].rates for peer in members})
         nbytes = make_codec(self._codec).encoded_size(length) if operation == "reduce" else length / 2
         return lines.reordered(ring_order(lines, nbytes))

@@ -8,6 +8,7 @@ tore them down, its neighbours would blame it and not the peer that is at fault.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -39,6 +40,13 @@ MAX_PARKED_BY_ONE = 8
 READ = 1 << 16
 """Bytes after which a receiver of a result or a vector looks at the clock again: a link with less than this per stall
 time counts as stuck."""
+
+LEAD = 4
+"""Segments that one neighbour may be ahead of the others. Data for several of them shares a line, not always fairly,
+and a sum is complete when the last one's values have come in."""
+
+LONGEST_TURN = 0.25
+"""Seconds that a segment waits at most for the others' sake: one of them may be slower than our line, or gone."""
 
 IN_WORKER = 1 << 20
 """Elements from which on copying a vector (a few ms) is worth a worker thread."""
@@ -144,10 +152,10 @@ class Transfer:
         self._pace, self._ask = pace, ask
         self._ring: Reduction | None = None
         self._watch: Watch | None = None
-        self._sent: dict[int, int] = {}  # segments, by place
         self._begun = False
         self._ended = trio.Event()
-        self._progress = trio.lowlevel.ParkingLot()
+        self._progress, self._turns = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        self._sent: Counter[int] = Counter()  # segments, by neighbour
         self._scope = trio.CancelScope()
 
     @property
@@ -253,13 +261,27 @@ class Transfer:
                 for number in range(ring.outgoing(place)):
                     while number >= ring.sendable(place):
                         await self._progress.park()
+                    with trio.move_on_after(LONGEST_TURN):
+                        while self._is_ahead(ring, place):
+                            await self._turns.park()
                     data = ring.segment(place, number)
                     await stream.send_bytes(data)
                     self.bytes_sent += data.nbytes
                     self._sent[place] = number + 1
+                    self._turns.unpark_all()
                 await stream.finish()
         except ShoalError as error:
             self._fail(peer, str(error))
+
+    def _is_ahead(self, ring: Reduction, place: int) -> bool:
+        """Whether another neighbour has got much less of its data by now, although there is some to send."""
+        behind = (
+            self._sent[other] / ring.outgoing(other)
+            for other in ring.sinks
+            if self._sent[other] < min(ring.sendable(other), ring.outgoing(other))
+        )
+        lead = LEAD / ring.outgoing(place)
+        return self._sent[place] / ring.outgoing(place) > min(behind, default=1.0) + lead
 
     async def _receive(self, ring: Reduction, place: int, watch: Watch) -> None:
         peer = self.plan.members[place]

@@ -316,6 +316,7 @@ def _rates(choices: Choices, peers: list[PeerId]) -> Rates:
             choices.of(numbers),
             choices.of((0, 50_000, 10**8)),
             choices.one_in(2),
+            choices.of(numbers),
         )
         for _ in range(choices.number(3))
     )

@@ -54,7 +54,7 @@ PLAN = Plan(
 SOURCE = Source(ONES, (BOB,), (1.0,))
 SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
 UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
-RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True),))
+RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True, 400),))
 GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
@@ -98,7 +98,7 @@ MESSAGES = {
     ),
     round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (), rates=RATES): (
         "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 95 c420 bb*32 00 cd012c cdc350 c3"
+        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 96 c420 bb*32 00 cd012c cdc350 c3 cd0190"
     ),
     round_messages.Queued(300): "92 ac726f756e642e717565756564 cd012c",
     round_messages.Redirect(BOB, (HOME,)): (
