@@ -99,6 +99,11 @@ class Lanes:
         return len(self._lanes)
 
     @property
+    def rate_known(self) -> bool:
+        """What is written at a time follows from what the line can do, and not from how much the system takes."""
+        return self._unpaced or self.pacer.burst > 0
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes sent on lanes so far."""
         return self._past_sent + sum(lane.channel.bytes_sent for lane in self._lanes.values())
@@ -123,7 +128,7 @@ class Lanes:
     def on_bulk(self, count: int) -> None:
         """So many bytes of bulk data were sent, on whichever connection."""
         self._moved += count
-        if count:
+        if count and self._bulk:
             self._bulk.unpark_all()
 
     def kick(self) -> None:

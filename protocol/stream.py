@@ -252,12 +252,13 @@ class Stream:
 
     def wake(self) -> None:
         """Something changed: let everybody look again."""
-        self._readable.unpark_all()
-        self._writable.unpark_all()
+        for lot in (self._readable, self._writable):
+            if lot:  # to unpark nobody takes longer than to look
+                lot.unpark_all()
 
     def on_progress(self) -> None:
         """Some of what was written has been taken."""
-        if self.raw.pending <= self._patient_until:
+        if self.raw.pending <= self._patient_until and self._writable:
             self._writable.unpark_all()
 
     def look(self, now: float, stopped: float) -> None:
