@@ -22,7 +22,7 @@ from protocol.errors import (
     ProtocolError,
     ShoalError,
 )
-from protocol.frames import RECORD, record_size
+from protocol.frames import RECORD
 from protocol.lane_policy import MAX_LANES
 from protocol.lanes import Dial, Lanes
 from protocol.liveness import Progress, Pulse
@@ -401,7 +401,7 @@ class Connection:
                 while await self._until_writable():
                     started = trio.current_time()
                     allowance = budget if self.upload is None else self.upload.level(started)
-                    record = record_size(min(budget, allowance)) if self.lanes.rate_known else RECORD
+                    record = self.lanes.longest_record(min(budget, allowance))
                     batch = self.mux.take(budget, max(0, allowance), record)
                     if self.upload is not None:
                         self.upload.spend(batch.bulk, started, self)

@@ -15,6 +15,7 @@ import trio
 
 from protocol.channel import LANE_OPENING, SecureChannel, receive_exactly
 from protocol.errors import HandshakeError, PeerGone, PeerUnreachable
+from protocol.frames import MAX_RECORD, RECORD, record_size
 from protocol.lane import LARGEST_PIECE, Lane, LaneOwner, answer_call, call, read_call, token_of
 from protocol.lane_policy import MAX_LANES, LanePolicy, Traffic
 from protocol.mux_stream import Acknowledged
@@ -98,10 +99,14 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    @property
-    def rate_known(self) -> bool:
-        """What is written at a time follows from what the line can do, and not from how much the system takes."""
-        return self._unpaced or self.pacer.burst > 0
+    def longest_record(self, write: int) -> int:
+        """Bytes that a raw record of the connection may have which is part of a write of so many.
+
+        Where nothing is measured, writes may be large just because the system takes them, however slow the line is.
+        """
+        if self._unpaced:
+            return MAX_RECORD
+        return record_size(write) if self.pacer.burst else RECORD
 
     @property
     def bytes_sent(self) -> int:
