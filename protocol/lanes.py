@@ -15,6 +15,7 @@ import trio
 
 from protocol.channel import LANE_OPENING, SecureChannel, receive_exactly
 from protocol.errors import HandshakeError, PeerGone, PeerUnreachable
+from protocol.frames import MAX_RECORD, RECORD, record_size
 from protocol.lane import LARGEST_PIECE, Lane, LaneOwner, answer_call, call, read_call, token_of
 from protocol.lane_policy import MAX_LANES, LanePolicy, Traffic
 from protocol.mux_stream import Acknowledged
@@ -99,6 +100,15 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    def longest_record(self, write: int) -> int:
+        """Bytes that a raw record of the connection may have which is part of a write of so many.
+
+        Where nothing is measured, writes may be large just because the system takes them, however slow the line is.
+        """
+        if self._unpaced:
+            return MAX_RECORD
+        return record_size(write) if self.pacer.burst else RECORD
+
     @property
     def bytes_sent(self) -> int:
         """Bytes sent on lanes so far."""
@@ -124,7 +134,7 @@ class Lanes:
     def on_bulk(self, count: int) -> None:
         """So many bytes of bulk data were sent, on whichever connection."""
         self._moved += count
-        if count:
+        if count and self._bulk:
             self._bulk.unpark_all()
 
     def kick(self) -> None:
