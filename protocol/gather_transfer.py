@@ -111,6 +111,7 @@ class GatherTransfer:
                 nursery.start_soon(self._receive, left, watch)
                 if (stuck := await watch.run()) is not None:
                     self._fail(left, stuck[1])
+        self._watch = None  # it refers to us
         if trio.current_time() >= self._scope.deadline:
             self._fail(members[self._place - 1], "the attempt took too long")
 

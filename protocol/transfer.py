@@ -231,6 +231,7 @@ class Transfer:
                     if ring.sources and (stuck := await watch.run()) is not None:
                         self._fail(plan.members[stuck[0]], stuck[1])
         finally:
+            self._watch = None  # it refers to us: the ring's memory would be in use until cycles are collected
             self._ended.set()
         if trio.current_time() >= self._scope.deadline:
             self._fail(plan.members[self._place - 1], "the attempt took too long")

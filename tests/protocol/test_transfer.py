@@ -1,6 +1,8 @@
 """One attempt on streams: what becomes of it when others fail, or it is given up."""
 
 import contextlib
+import gc
+import weakref
 
 import attrs
 import pytest
@@ -121,6 +123,23 @@ async def test_nothing_is_left_when_the_neighbour_is_lost_after_its_last_byte(au
         assert transfer.complete
         with trio.fail_after(1):
             await transfer.ended()
+
+
+async def test_its_memory_is_free_as_soon_as_nobody_refers_to_it(autojump_clock):
+    """The next round takes it: if that had to wait for cycles to be collected, every round would touch new memory."""
+    inbox = RingInbox(PLAN.run, PLAN.tag, patience=1.0)
+    transfer = begin(PLAN, inbox)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(inbox.deliver, RingData(PLAN.run, PLAN.tag, PLAN.id), Arriving())
+        nursery.start_soon(transfer.run)
+        await transfer.ended()
+    ring = weakref.ref(await transfer.ended())
+    gc.disable()
+    try:
+        del transfer, nursery
+        assert ring() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_is_being_overwritten_is_not_held(autojump_clock, monkeypatch):
