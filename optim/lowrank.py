@@ -7,6 +7,7 @@ import torch
 from attrs.validators import ge
 
 from optim.exact import orthonormal, outer_product
+from optim.mixers import share_of
 from optim.slots import AllReduce, Layout, Memory, Mixed, Mixing
 from protocol.collective import Reduced
 from protocol.errors import ProtocolError
@@ -31,6 +32,7 @@ class LowRankMean:
         factors = [memory.get(f"factor {start}", self._first(start, columns)) for start, _, columns in matrices]
         products = [matrix @ factor for matrix, factor in zip(ours, factors, strict=True)]
         reduced = yield AllReduce(_joined([*plain, *products]), weight)
+        first = reduced
         lefts = _divided(reduced, [*plain, *products])
         sides = [orthonormal(left) for left in lefts[len(plain) :]]
         rights = [matrix.T @ side for matrix, side in zip(ours, sides, strict=True)]
@@ -45,8 +47,8 @@ class LowRankMean:
                 result[start : start + rows * columns] = outer_product(side, mean).flatten()
                 own[start : start + rows * columns] = outer_product(side, right).flatten()
                 memory[f"factor {start}"] = mean
-        assert isinstance(reduced, Reduced)
-        share = weight / reduced.weight if reduced.weight else 0.0
+        assert isinstance(first, Reduced) and isinstance(reduced, Reduced)
+        share = min(share_of(first, weight), share_of(reduced, weight))
         return Mixed(mean=result, own=own, members=reduced.contributors, share=share, memory=memory)
 
     def _sorted(self, layout: Layout) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:

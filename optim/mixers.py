@@ -10,22 +10,32 @@ import torch
 
 from optim.compressors import Compressor
 from optim.slots import AllReduce, Exchange, Gather, Layout, Memory, Mixed, Mixing
-from protocol.collective import Exchanged, Gathered, Reduced
+from protocol.collective import Exchanged, Gathered, Reduced, Window
 from protocol.errors import ProtocolError
 from protocol.plan import MAX_WEIGHT
 
 
 @attrs.frozen
 class RingMean:
-    """The collective's own weighted mean, in the run's number format on the wire."""
+    """The collective's own weighted mean, in the run's number format on the wire.
+
+    With a window it is that of those who are ready in time; who is late takes part in the next exchange.
+    """
+
+    window: Window | None = None
 
     def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
-        reduced = yield AllReduce(values, weight)
+        reduced = yield AllReduce(values, weight, self.window)
         assert isinstance(reduced, Reduced)
-        if reduced.mean.shape != values.shape:
-            raise ProtocolError(f"the swarm's mean has shape {list(reduced.mean.shape)}, not {list(values.shape)}")
-        share = weight / reduced.weight if reduced.weight else 0.0
-        return Mixed(mean=reduced.mean, own=values, members=reduced.contributors, share=share)
+        for one in (*reduced.missed, reduced):
+            if one.mean.shape != values.shape:
+                raise ProtocolError(f"the swarm's mean has shape {list(one.mean.shape)}, not {list(values.shape)}")
+        missed = tuple(
+            Mixed(mean=one.mean, own=torch.zeros_like(values), members=one.contributors, share=0.0)
+            for one in reduced.missed
+        )
+        share = share_of(reduced, weight)
+        return Mixed(mean=reduced.mean, own=values, members=reduced.contributors, share=share, missed=missed)
 
 
 @attrs.frozen
@@ -63,7 +73,13 @@ class GatheredMean:
         total = math.fsum(weight for weight, _ in said.values())
         mean = self.compressor.combine([(block, weight / total) for weight, block in said.values()], layout, round)
         own = self.compressor.decode(encoded, layout, round) if weight else torch.zeros_like(values)
-        return Mixed(mean=mean, own=own, members=tuple(said), share=weight / total if total else 0.0)
+        share = weight / total if total and gathered.counted else 0.0
+        return Mixed(mean=mean, own=own, members=tuple(said), share=share)
+
+
+def share_of(reduced: Reduced, weight: float) -> float:
+    """Our share of a mean; 0 if it was made without us."""
+    return weight / reduced.weight if reduced.weight and reduced.counted else 0.0
 
 
 def _told(block: memoryview, compressor: Compressor, layout: Layout) -> tuple[float, bytes]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from optim.flat import Selection, select
+from optim.merges import Carry
 from optim.recipe import Recipe
 from optim.regularizers import Free
 from optim.sender import Message, Sender, carry_out, tag_of
@@ -93,11 +94,19 @@ class LowCommunicationOptimizer(Wrapper):
         self._done += 1
         if self._wait is None:
             self._wait = self.recipe.policy.steps(self._moment())
-        if self.local_steps >= self._wait:
+        ready = self._flight is None or self.recipe.waits or self._flight.mixed.done()
+        if self.local_steps >= self._wait and ready:
             self.synchronize()
-        elif self._flight is not None and self.local_steps >= self.recipe.policy.delay:
+        elif self.local_steps >= self._wait:
+            self._pass()
+        elif self._flight is not None and self.local_steps >= self.recipe.policy.delay and ready:
             self._land()
         return loss
+
+    def _pass(self) -> None:
+        """The turn of a fragment passes. What was done is part of what its next exchange brings."""
+        self._begun += 1
+        self.local_steps, self._wait = 0, None
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         if isinstance(self.recipe.regularizer, Free):
@@ -135,12 +144,13 @@ class LowCommunicationOptimizer(Wrapper):
         tag = tag_of(message.layout, self._flat.slices)
         if self.recipe.policy.delay == 0 or first:
             mixed = carry_out(self._swarm, mixing, tag=tag)
+            self._taken[fragment] = self._done
             self._arrived(message, mixed, message.taken, fragment)
         else:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="shoal-exchange")
             self._flight = _Flight(message, self._thread.submit(carry_out, self._swarm, mixing, tag=tag))
+            self._taken[fragment] = self._done
         self._begun += 1
-        self._taken[fragment] = self._done
         self.local_steps, self._wait = 0, None
 
     def finish(self) -> None:
@@ -153,11 +163,24 @@ class LowCommunicationOptimizer(Wrapper):
         """
         if self._flight is not None:
             self._land()
+        if self.recipe.late:
+            self._catch_up()
         finishing = self.recipe.finalizer.finish(self.outer.parameters, self._flat.slices)
         parameters = carry_out(self._swarm, finishing, tag="finish")
         self.outer = OuterState(parameters, self.outer.buffers)
         self._flat.write(parameters)
         self.close()
+
+    def _catch_up(self) -> None:
+        """Gets what others have made without us, when nobody makes anything more: with an exchange of nothing."""
+        self._swarm.barrier(tag="finish")
+        turns: list[Selection] = []
+        while (fragment := self._fragment(len(turns) + 1)) not in turns:
+            turns.append(fragment)
+            message = self._prepare(fragment)
+            nothing = attrs.evolve(message, values=torch.zeros_like(message.values), weight=0.0)
+            mixed = carry_out(self._swarm, self._sender.mix(nothing), tag=tag_of(message.layout, self._flat.slices))
+            self._apply(nothing, mixed, message.taken, fragment)
 
     def close(self) -> None:
         """Lets go of the thread of exchanges, after the one that is under way."""
@@ -182,13 +205,20 @@ class LowCommunicationOptimizer(Wrapper):
         self.rounds += 1
 
     def _apply(self, message: Message, mixed: Mixed, fresh: torch.Tensor, fragment: Selection) -> None:
-        before = _part(self.outer, fragment)
-        after = self.recipe.outer.step(before, mixed, attrs.evolve(self._moment(), round=message.round), fresh)
-        self._merge(fragment, _replaced(self.outer, fragment, after))
+        state, moment = _part(self.outer, fragment), attrs.evolve(self._moment(), round=message.round)
+        for one in (*mixed.missed, mixed):
+            if one.members or one.share > 0:  # of an exchange to which nobody contributed, nothing comes
+                state = self.recipe.outer.step(state, one, moment, fresh)
+        unheard = message.weight > 0 and mixed.share == 0
+        if unheard:
+            self._taken[fragment] = self._taken.get(fragment, 0) - message.steps
+        self._merge(fragment, _replaced(self.outer, fragment, state), unheard=unheard)
 
-    def _merge(self, fragment: Selection, outer: OuterState) -> None:
+    def _merge(self, fragment: Selection, outer: OuterState, *, unheard: bool = False) -> None:
+        """Goes on from this outer state. `unheard`: what was done locally is not in it, and will be sent again."""
         inner = self._flat.read()
-        merged = self.recipe.merge.apply(
+        merge = Carry() if unheard else self.recipe.merge
+        merged = merge.apply(
             fragment.take(inner), fragment.take(self.outer.parameters), fragment.take(outer.parameters)
         )
         self._flat.write(fragment.put(inner, merged))
@@ -243,6 +273,7 @@ class LowCommunicationOptimizer(Wrapper):
                 "weight": message.weight,
                 "memory": dict(message.memory if mixed.memory is None else mixed.memory),
                 "round": message.round,
+                "steps": message.steps,
                 "mean": mixed.mean,
                 "own": mixed.own,
                 "share": mixed.share,
@@ -278,7 +309,7 @@ class LowCommunicationOptimizer(Wrapper):
     def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
         mixed: Future[Mixed] = Future()
         mixed.set_result(Mixed(mean=saved["mean"], own=saved["own"], members=(), share=saved["share"]))
-        fields = {key: saved[key] for key in ("taken", "values", "weight", "memory", "round")}
+        fields = {key: saved[key] for key in ("taken", "values", "weight", "memory", "round", "steps")}
         message = Message(**fields, layout=self._fragment(saved["round"]).layout)
         return _Flight(message, mixed)
 

@@ -28,6 +28,8 @@ class Message:
     memory: Memory
     layout: Layout
     round: int
+    steps: int
+    """Inner steps that it stands for."""
 
 
 class Sender:
@@ -45,7 +47,9 @@ class Sender:
         weight = self._recipe.weighting.weight(work)
         if not bool(torch.isfinite(values).all()):
             taken, values, after, weight = torch.zeros_like(taken), torch.zeros_like(values), memory, 0.0
-        return Message(taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round)
+        return Message(
+            taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round, steps=work.steps
+        )
 
     def mix(self, message: Message) -> Mixing[Mixed]:
         """The exchange."""
@@ -106,8 +110,10 @@ def tag_of(fragment: Layout, layout: Layout) -> str:
 
 def _perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
     match operation:
-        case AllReduce(values, weight):
+        case AllReduce(values, weight, None):
             return swarm.all_reduce(values, weight, tag=tag)
+        case AllReduce(values, weight, window):
+            return swarm.all_reduce(values, weight, tag=tag, window=window)
         case Gather(block):
             return swarm.gather(block, tag=tag)
         case Exchange(values, weight):

@@ -34,7 +34,7 @@ from torch import nn
 
 from optim.flat import Slice
 from optim.state import OuterState
-from protocol.collective import Outcome
+from protocol.collective import Outcome, Window
 from protocol.identity import PeerId
 
 Memory: TypeAlias = Mapping[str, torch.Tensor]
@@ -110,13 +110,17 @@ class Mixed:
     memory: Memory | None = None
     """What the mixer has to remember of it, in place of the memory that it was given."""
 
+    missed: tuple[Mixed, ...] = ()
+    """What came of exchanges that others have had without us since our last one, the oldest first."""
+
 
 @attrs.frozen
 class AllReduce:
-    """Asks the collective for the weighted mean of everybody's values, or of those of a group."""
+    """Asks the collective for the weighted mean of everybody's values, or of those who are ready in time."""
 
     values: torch.Tensor
     weight: float
+    window: Window | None = None
 
 
 @attrs.frozen

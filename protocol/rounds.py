@@ -382,8 +382,10 @@ class Rounds:
         length = self._max_block * count if offer.operation == "gather" else offer.length
         usual = load(offer.operation, length)
         patience = times.grace + times.slack + times.attempt(usual, count)
+        if times.quorum > 1:  # there is no telling when so many are ready
+            patience = math.inf
         # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
-        limit = begun + 2 * (times.grace + times.slack + 2 * times.attempt(2 * usual, count))
+        limit = begun + 2 * max(patience, times.grace + times.slack + 2 * times.attempt(2 * usual, count))
         leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
         try:
             with leadership.attendance:

@@ -109,6 +109,16 @@ ROWS: dict[str, Row] = {
     "delayed-50": Row(method="delayed", constants={"inner_steps": 50, "outer_lr": 0.35}),
     "dilocox-20": Row(method="dilocox", constants={"inner_steps": 20, "outer_lr": 0.35, "rank": 8}, codec="int4"),
     "co2-48": Row(method="co2", constants={"inner_steps": 48, "momentum": 0.2}),
+    "asynchronous-50": Row(
+        method="asynchronous", constants={"inner_steps": 50, "buffer": 4, "outer_lr": 0.7, "outer_momentum": 0.5}
+    ),
+    "asynchronous-50 plain": Row(
+        method="asynchronous-plain", constants={"inner_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.5}
+    ),
+    "decoupled-48": Row(
+        method="decoupled",
+        constants={"inner_steps": 48, "fragments": 2, "delay": 0, "quorum": 3, "outer_momentum": 0.5},
+    ),
     "slowmo-48": Row(method="slowmo", constants={"inner_steps": 48, "momentum": 0.4}),
     "fedadam-50": Row(method="fedopt", constants={"inner_steps": 50, "outer_lr": 0.05, "tau": 0.01}),
     "fedyogi-50": Row(method="fedopt", constants={"inner_steps": 50, "rule": "yogi", "outer_lr": 0.05, "tau": 0.01}),
