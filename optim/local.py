@@ -17,7 +17,7 @@ from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathe
 from protocol.errors import Behind, RequestTimeout, RoundAborted
 from protocol.flatten import block_bytes, flat, shapes_of
 from protocol.identity import PeerId
-from protocol.pairs import partner
+from protocol.pairs import Pairing, partner
 from protocol.plan import Operation, Plan, coordinators
 from protocol.ring import reference
 from protocol.vectors import vector_bytes
@@ -299,7 +299,14 @@ class LocalPeer(Collective):
         )
 
     def exchange(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
         """See `Collective.exchange`."""
         key, vector = _key("exchange", tag, group), flat(values)
@@ -310,7 +317,7 @@ class LocalPeer(Collective):
             vector = torch.empty_like(vector)
             self._codec.decode(encoded, vector)
         plan, meeting = self._meet(key, vector, weight, timeout)
-        other = partner(plan, self.peer_id)
+        other = partner(plan, self.peer_id, pairing)
         if feedback is not None:
             feedback.abort() if other is None else feedback.commit()
         sent = self._sent(0 if other is None else self._codec.encoded_size(len(vector)))

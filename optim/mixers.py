@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import get_args
 
 import attrs
 import torch
+from attrs.validators import in_
 
 from optim.compressors import Compressor
 from optim.slots import AllReduce, Exchange, Gather, Layout, Memory, Mixed, Mixing
 from protocol.collective import Exchanged, Gathered, Reduced, Window
 from protocol.errors import ProtocolError
+from protocol.pairs import Pairing
 from protocol.plan import MAX_WEIGHT
 
 
@@ -39,11 +42,16 @@ class RingMean:
 
 
 @attrs.frozen
-class RandomPairs:
-    """The plain mean with one other peer, drawn anew each time; the odd one out, or who loses its partner, is alone."""
+class Pairs:
+    """The plain mean with one other peer, another one each time; the odd one out, or who loses its partner, is alone.
+
+    Either drawn anew, or one after the other on a graph: see `protocol.pairs`.
+    """
+
+    pairing: Pairing = attrs.field(default="random", validator=in_(get_args(Pairing)))
 
     def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
-        swapped = yield Exchange(values, weight)
+        swapped = yield Exchange(values, weight, self.pairing)
         assert isinstance(swapped, Exchanged)
         theirs = swapped.values
         if theirs is None or swapped.partner is None:

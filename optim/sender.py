@@ -116,5 +116,5 @@ def _perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
             return swarm.all_reduce(values, weight, tag=tag, window=window)
         case Gather(block):
             return swarm.gather(block, tag=tag)
-        case Exchange(values, weight):
-            return swarm.exchange(values, weight, tag=tag)
+        case Exchange(values, weight, pairing):
+            return swarm.exchange(values, weight, tag=tag, pairing=pairing)

@@ -36,6 +36,7 @@ from optim.flat import Slice
 from optim.state import OuterState
 from protocol.collective import Outcome, Window
 from protocol.identity import PeerId
+from protocol.pairs import Pairing
 
 Memory: TypeAlias = Mapping[str, torch.Tensor]
 """What one peer remembers from one exchange to the next, by name. Never changed in place."""
@@ -132,10 +133,11 @@ class Gather:
 
 @attrs.frozen
 class Exchange:
-    """Asks the collective to swap values with one other peer, drawn anew each time."""
+    """Asks the collective to swap values with one other peer, another one each time."""
 
     values: torch.Tensor
     weight: float
+    pairing: Pairing = "random"
 
 
 Operation: TypeAlias = AllReduce | Gather | Exchange

@@ -14,6 +14,7 @@ from protocol.errors import RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operation import Operation, Progress
 from protocol.operations import AsyncCollective
+from protocol.pairs import Pairing
 
 _T = TypeVar("_T")
 Group = Collection[PeerId] | None
@@ -108,10 +109,17 @@ class BlockingCollective(Collective):
         return _finished(self.start_all_reduce(values, weight, group=group, tag=tag, timeout=timeout, window=window))
 
     def exchange(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
         """See `Collective.exchange`."""
-        return _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout))
+        return _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout, pairing=pairing))
 
     def gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
@@ -144,12 +152,18 @@ class BlockingCollective(Collective):
         return self._start(partial(start, values, weight, group=group, tag=tag, timeout=timeout, window=window))
 
     def start_exchange(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Handle[Exchanged]:
         """Starts `exchange`."""
-        return self._start(
-            partial(self._collective.start_exchange, values, weight, group=group, tag=tag, timeout=timeout)
-        )
+        start = self._collective.start_exchange
+        return self._start(partial(start, values, weight, group=group, tag=tag, timeout=timeout, pairing=pairing))
 
     def start_gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None

@@ -11,6 +11,7 @@ from attrs.validators import ge, gt
 
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
+from protocol.pairs import Pairing
 from protocol.plan import Plan
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -191,8 +192,12 @@ class Collective(Protocol):
         group: Collection[PeerId] | None = None,
         tag: str = "",
         timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
-        """Matches the members in random pairs, and swaps values within each. One that dies harms only its partner."""
+        """Matches the members in pairs, and swaps values within each. One that dies harms only its partner.
+
+        `pairing`, the same at all members, says who belongs to whom: see `protocol.pairs`.
+        """
         ...
 
     def gather(

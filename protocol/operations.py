@@ -17,6 +17,7 @@ from protocol.errors import Behind, Fork, RequestRefused, RoundAborted
 from protocol.flatten import block_bytes, blocks_of, flat, shapes_of
 from protocol.identity import PeerId
 from protocol.operation import Operation
+from protocol.pairs import Pairing
 from protocol.plan import NO_DIGEST
 from protocol.roster import Roster
 from protocol.rounds import Rounds
@@ -83,9 +84,11 @@ class AsyncCollective:
         group: Group = None,
         tag: str = "",
         timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
         """See `Collective.exchange`."""
-        return await _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout))
+        operation = self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout, pairing=pairing)
+        return await _finished(operation)
 
     async def gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
@@ -136,13 +139,14 @@ class AsyncCollective:
         group: Group = None,
         tag: str = "",
         timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Operation[Exchanged]:
         """Starts `exchange`."""
 
         async def act(rounds: Rounds, number: int) -> Exchanged:
             vector = await _flat(values)
             started = trio.current_time()
-            agreed, swap = await rounds.exchange(number, vector, weight)
+            agreed, swap = await rounds.exchange(number, vector, weight, pairing=pairing)
             weights = dict(zip(agreed.members, agreed.weights, strict=True))
             return Exchanged(
                 plan=agreed.plan,

@@ -36,6 +36,7 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.metering import Meter
+from protocol.pairs import Pairing
 from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
 from protocol.results import Results
 from protocol.roster import Roster
@@ -269,7 +270,7 @@ class Rounds:
         return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
 
     async def exchange(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, pairing: Pairing
     ) -> tuple[Reduced, Swap]:
         """Takes part in the round that makes `revision`, in which the members are matched in pairs, and swap vectors.
 
@@ -277,6 +278,7 @@ class Rounds:
             revision: As for `all_reduce`, as is the rest.
             values: 1-D fp32 on the CPU, finite.
             weight: Told to the partner.
+            pairing: Who belongs to whom; the same at all members.
             digest: As for `all_reduce`.
 
         Returns:
@@ -287,7 +289,8 @@ class Rounds:
         encoded = await self._swapper.encode(values)
         offer = self._offer("exchange", revision, len(values), weight, digest)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
-        swap = Swap(agreed.plan, values, encoded, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
+        plan, inbox, times = agreed.plan, self._inbox, self._times
+        swap = Swap(plan, values, encoded, pairing, endpoint=self._endpoint, inbox=inbox, times=times)
         await self._carrying.run(swap)
         self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap

@@ -129,6 +129,8 @@ ROWS: dict[str, Row] = {
     "noloco-25": Row(method="noloco", constants={"inner_steps": 25}),
     "noloco-25 M=8": Row(method="noloco", constants={"inner_steps": 25}, replicas=8),
     "gossip": Row(method="gossip"),
+    "gossip exponential": Row(method="gossip", constants={"pairing": "exponential"}),
+    "gossip exponential-ring": Row(method="gossip", constants={"pairing": "exponential-ring"}),
     "sparseloco-20": Row(method="sparseloco", constants={"inner_steps": 20}),
     "powersgd": Row(method="powersgd", constants={"rank": 8}),
     "demo": Row(method="demo", rate=1e-3, plain=True),

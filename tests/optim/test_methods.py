@@ -11,6 +11,7 @@ from optim.slots import Mixed, Moment
 from optim.spsa import SpsaOptimizer
 from optim.state import OuterState
 from protocol.errors import SettingsError
+from protocol.identity import PeerId
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -249,6 +250,42 @@ def test_gossip_on_pairs_mixes_what_was_sent_and_keeps_the_step_since():
     results, _ = run("gossip", 2, 6, finish=False)
     for values, expected in zip(results, local, strict=True):
         torch.testing.assert_close(values, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("pairing", ["exponential", "exponential-ring"])
+def test_gossip_on_a_graph_meets_one_peer_after_the_other(pairing):
+    turns = {
+        "exponential": [[(0, 1), (2, 3)], [(0, 2), (1, 3)]],
+        "exponential-ring": [[(0, 1), (2, 3)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(1, 2), (3, 0)]],
+    }[pairing]
+    ids = [PeerId(bytes([number]) * 32) for number in range(4)]
+    replicas = [Replica(index) for index in range(4)]
+    sent = None
+    for step in range(7):
+        local = [replica.local_steps(1) for replica in replicas]
+        if sent is not None:
+            for one, other in turns[(step - 1) % len(turns)]:
+                mean = (sent[one] + sent[other]) / 2
+                local[one], local[other] = local[one] + mean - sent[one], local[other] + mean - sent[other]
+            for replica, values in zip(replicas, local, strict=True):
+                put(replica.model, values)
+        sent = local
+    swarm = LocalSwarm(4, peer_ids=ids)
+
+    def replica(peer):
+        model = make_model()
+        optimizer = LowCommunicationOptimizer(model, adamw(model), peer, recipe("gossip", pairing=pairing))
+        train(model, optimizer, batches(swarm.peers.index(peer), 7))
+        optimizer.close()
+        return values_of(model)
+
+    for values, expected in zip(swarm.run(replica), local, strict=True):
+        torch.testing.assert_close(values, expected, **CLOSE)
+
+
+def test_a_graph_that_there_is_not_is_refused():
+    with pytest.raises(SettingsError, match="pairing"):
+        recipe("gossip", pairing="star")
 
 
 @pytest.mark.parametrize("method", ["noloco", "gossip", "eager", "co2"])
