@@ -5,6 +5,7 @@ from optim.flat import FlatParameters
 from optim.local import LocalSwarm
 from optim.loops import DiLoCo
 from optim.methods import gradient_recipe, recipe
+from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.muon import MuonAdamW
 from optim.optimizer import LowCommunicationOptimizer
 from optim.recipe import GradientRecipe, Recipe
@@ -17,8 +18,10 @@ __all__ = [
     "GradientRecipe",
     "LocalSwarm",
     "LowCommunicationOptimizer",
+    "MultiTimescaleOptimizer",
     "MuonAdamW",
     "OuterState",
+    "QuasiHyperbolicAdam",
     "Recipe",
     "gradient_recipe",
     "recipe",

@@ -28,6 +28,8 @@ class _Flight:
 
     message: Message
     mixed: Future[Mixed]
+    remembered: bool = False
+    """Whether what it has left out is remembered for the next one."""
 
 
 class LowCommunicationOptimizer(Wrapper):
@@ -78,6 +80,7 @@ class LowCommunicationOptimizer(Wrapper):
         self._flight: _Flight | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._share: float | None = None  # ours of the last mean
+        self._load = 1.0  # of the next exchange
         self._begun = 0  # exchanges
         self._wait: int | None = None  # inner steps from the beginning of the last exchange to the next
         self._done = 0  # inner steps of all rounds
@@ -130,6 +133,8 @@ class LowCommunicationOptimizer(Wrapper):
         fragment = self._fragment(self._begun + 1)
         if self._flight is not None and self.recipe.payload.settled:
             self._land()
+        if self._flight is not None:
+            self._receive(self._flight)
         message = self._prepare(fragment)
         first = self.recipe.outer.ahead and self._share is None  # our share is not known yet
         if self._flight is not None:
@@ -145,6 +150,7 @@ class LowCommunicationOptimizer(Wrapper):
         if self.recipe.policy.delay == 0 or first:
             mixed = carry_out(self._swarm, mixing, tag=tag)
             self._taken[fragment] = self._done
+            self._sender.sent(message, mixed)
             self._arrived(message, mixed, message.taken, fragment)
         else:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="shoal-exchange")
@@ -191,17 +197,27 @@ class LowCommunicationOptimizer(Wrapper):
     def _land(self, fresh: torch.Tensor | None = None) -> None:
         """Waits for the exchange that is under way, and applies its result. One that failed is lost."""
         assert self._flight is not None
-        flight, self._flight = self._flight, None
-        mixed = flight.mixed.result()
+        flight = self._flight
+        mixed = self._receive(flight)
+        self._flight = None
         fragment = self._fragment(flight.message.round)
         if fresh is None:
             fresh = self._prepare(fragment).taken
         self._arrived(flight.message, mixed, fresh, fragment)
 
+    def _receive(self, flight: _Flight) -> Mixed:
+        """Waits for the result of an exchange, and remembers what it has left out: that is part of the next one."""
+        if flight.mixed.exception() is not None:
+            self._flight = None
+        mixed = flight.mixed.result()
+        if not flight.remembered:
+            self._sender.sent(flight.message, mixed)
+            flight.remembered = True
+        return mixed
+
     def _arrived(self, message: Message, mixed: Mixed, fresh: torch.Tensor, fragment: Selection) -> None:
         self._apply(message, mixed, fresh, fragment)
-        self._sender.sent(message, mixed)
-        self._share = mixed.share
+        self._share, self._load = mixed.share, mixed.load
         self.rounds += 1
 
     def _apply(self, message: Message, mixed: Mixed, fresh: torch.Tensor, fragment: Selection) -> None:
@@ -240,7 +256,7 @@ class LowCommunicationOptimizer(Wrapper):
         return select(slices, self.recipe.fragmenter.fragment(slices, round))
 
     def _moment(self) -> Moment:
-        return Moment(round=self._begun + 1, lr=self.learning_rate, pace=self._pace())
+        return Moment(round=self._begun + 1, lr=self.learning_rate, pace=self._pace(), load=self._load)
 
     @property
     def _a_round_late(self) -> bool:
@@ -264,6 +280,7 @@ class LowCommunicationOptimizer(Wrapper):
             "taken": [(list(fragment.places), done - self._done) for fragment, done in self._taken.items()],
             "memory": self._sender.state_dict(),
             "share": self._share,
+            "load": self._load,
         }
         if self._flight is not None and self._flight.mixed.exception() is None:
             message, mixed = self._flight.message, self._flight.mixed.result()
@@ -277,6 +294,7 @@ class LowCommunicationOptimizer(Wrapper):
                 "mean": mixed.mean,
                 "own": mixed.own,
                 "share": mixed.share,
+                "load": mixed.load,
             }
         return {**self.inner.state_dict(), "outer": outer}
 
@@ -302,13 +320,15 @@ class LowCommunicationOptimizer(Wrapper):
         self._share_with_inner()
         self.outer, self.rounds, self.local_steps = outer, saved["rounds"], saved["local_steps"]
         self._begun, self._wait, self._done, self._share = saved["begun"], None, 0, saved["share"]
+        self._load = saved["load"]
         self._taken = {select(self._flat.slices, places): done for places, done in saved["taken"]}
         self._sender.load_state_dict(saved["memory"])
         self._flight = self._saved_flight(saved["flight"]) if "flight" in saved else None
 
     def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
         mixed: Future[Mixed] = Future()
-        mixed.set_result(Mixed(mean=saved["mean"], own=saved["own"], members=(), share=saved["share"]))
+        mean, own, share, load = (saved[key] for key in ("mean", "own", "share", "load"))
+        mixed.set_result(Mixed(mean=mean, own=own, members=(), share=share, load=load))
         fields = {key: saved[key] for key in ("taken", "values", "weight", "memory", "round", "steps")}
         message = Message(**fields, layout=self._fragment(saved["round"]).layout)
         return _Flight(message, mixed)

@@ -72,6 +72,9 @@ class Moment:
     pace: float = 1.0
     """Inner steps per second, as a share of the fastest peer's."""
 
+    load: float = 1.0
+    """How much is sent in an exchange, as a share of what the first one sent."""
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Local:
@@ -110,6 +113,9 @@ class Mixed:
 
     memory: Memory | None = None
     """What the mixer has to remember of it, in place of the memory that it was given."""
+
+    load: float = 1.0
+    """How much the next exchange will send, as a share of what the first one has sent. The same at all peers."""
 
     missed: tuple[Mixed, ...] = ()
     """What came of exchanges that others have had without us since our last one, the oldest first."""
