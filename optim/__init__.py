@@ -9,6 +9,7 @@ from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.muon import MuonAdamW
 from optim.optimizer import LowCommunicationOptimizer
 from optim.recipe import GradientRecipe, Recipe
+from optim.start import check_start
 from optim.state import OuterState
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OuterState",
     "QuasiHyperbolicAdam",
     "Recipe",
+    "check_start",
     "gradient_recipe",
     "recipe",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import struct
 from typing import get_args
 
@@ -11,6 +12,7 @@ import torch
 from attrs.validators import in_
 
 from optim.compressors import Compressor
+from optim.exact import tree_sum
 from optim.slots import AllReduce, Exchange, Gather, Layout, Memory, Mixed, Mixing
 from protocol.collective import Exchanged, Gathered, Reduced, Window
 from protocol.errors import ProtocolError
@@ -68,9 +70,13 @@ class Pairs:
 
 @attrs.frozen
 class GatheredMean:
-    """Everybody gets everybody's values in compressed form, and sums what they mean, in the order of the peer ids."""
+    """Everybody gets everybody's values in compressed form, and sums what they mean, in the order of the peer ids.
+
+    `capped` makes nobody's values longer than the median of all peers': ‖δᵢ‖ ← min(‖δᵢ‖, median).
+    """
 
     compressor: Compressor
+    capped: bool = False
 
     def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
         encoded = self.compressor.encode(values, layout, round)
@@ -79,10 +85,22 @@ class GatheredMean:
         told = {peer: _told(gathered.blocks[peer], self.compressor, layout) for peer in sorted(gathered.blocks)}
         said = {peer: (weight, block) for peer, (weight, block) in told.items() if weight > 0}
         total = math.fsum(weight for weight, _ in said.values())
-        mean = self.compressor.combine([(block, weight / total) for weight, block in said.values()], layout, round)
+        factors = self._caps([block for _, block in said.values()], layout, round)
+        shares = [weight / total * factor for (weight, _), factor in zip(said.values(), factors, strict=True)]
+        blocks = [block for _, block in said.values()]
+        mean = self.compressor.combine(list(zip(blocks, shares, strict=True)), layout, round)
         own = self.compressor.decode(encoded, layout, round) if weight else torch.zeros_like(values)
         share = weight / total if total and gathered.counted else 0.0
         return Mixed(mean=mean, own=own, members=tuple(said), share=share)
+
+    def _caps(self, blocks: list[bytes], layout: Layout, round: int) -> list[float]:
+        """By what factor each message counts less than its weight. The same bits on every processor."""
+        if not self.capped or not blocks:
+            return [1.0] * len(blocks)
+        values = [self.compressor.decode(block, layout, round) for block in blocks]
+        lengths = [math.sqrt(float(tree_sum(one.mul_(one)))) for one in values]
+        median = statistics.median(lengths)
+        return [min(1.0, median / length) if length else 1.0 for length in lengths]
 
 
 def share_of(reduced: Reduced, weight: float) -> float:

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from optim.buffers import average_buffers, has_buffers
 from optim.flat import Selection, select
 from optim.merges import Carry
 from optim.recipe import Recipe
@@ -69,7 +70,7 @@ class LowCommunicationOptimizer(Wrapper):
         pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__(model, inner, tokens_per_step=tokens_per_step)
-        self.recipe = method
+        self._model, self.recipe = model, method
         self.outer: OuterState = method.outer.init(self._flat.read())
         self.rounds = 0
         """Exchanges that succeeded."""
@@ -162,7 +163,8 @@ class LowCommunicationOptimizer(Wrapper):
     def finish(self) -> None:
         """Ends the run: applies what is under way, and makes one set of parameters of the peers' if they differ.
 
-        All peers call this after the same number of exchanges. The model then has the run's outer parameters.
+        All peers call this after the same number of exchanges. The model then has the run's outer parameters, and the
+        mean of all peers' buffers.
 
         Raises:
             ShoalError: An exchange failed; it may be called again.
@@ -175,6 +177,8 @@ class LowCommunicationOptimizer(Wrapper):
         parameters = carry_out(self._swarm, finishing, tag="finish")
         self.outer = OuterState(parameters, self.outer.buffers)
         self._flat.write(parameters)
+        if has_buffers(self._model):
+            average_buffers(self._model, self._swarm)
         self.close()
 
     def _catch_up(self) -> None:
