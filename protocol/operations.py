@@ -117,7 +117,9 @@ class AsyncCollective:
         window: Window | None = None,
     ) -> Operation[Reduced]:
         """Starts `all_reduce`."""
-        missed = self._missed.setdefault((tag, None if group is None else frozenset(group)), [])
+        missed: list[Reduced] = []
+        if window is not None:
+            missed = self._missed.setdefault((tag, None if group is None else frozenset(group)), missed)
 
         async def act(rounds: Rounds, number: int) -> Reduced:
             vector = await _flat(values)
