@@ -213,6 +213,7 @@ class LowCommunicationOptimizer(Wrapper):
         """Waits for the result of an exchange, and remembers what it has left out: that is part of the next one."""
         if flight.mixed.exception() is not None:
             self._flight = None
+            self._taken[self._fragment(flight.message.round)] -= flight.message.steps
         mixed = flight.mixed.result()
         if not flight.remembered:
             self._sender.sent(flight.message, mixed)

@@ -175,6 +175,25 @@ def test_what_a_result_does_not_have_of_ours_is_sent_again():
     assert seen[2][0].norm() > unheard.norm()
 
 
+def test_what_a_failed_exchange_in_the_background_was_to_bring_is_part_of_the_next(alone):
+    class Flaky(type(alone)):
+        def all_reduce(self, values, weight=1.0, **options):
+            self.weights.append(weight)
+            if len(self.weights) == 1:
+                raise PeerGone("all are gone")
+            return self._peer.all_reduce(values, weight, **options)
+
+    swarm, model = Flaky(), make_model()
+    optimizer = LowCommunicationOptimizer(model, adamw(model), swarm, recipe("delayed", inner_steps=2))
+    data = list(batches(0, 5))
+    train(model, optimizer, data[:3])
+    with pytest.raises(PeerGone):
+        train(model, optimizer, data[3:4])
+    train(model, optimizer, data[4:])
+    optimizer.finish()
+    assert swarm.weights == [2.0, 5.0]
+
+
 def test_an_outlier_counts_no_more_than_the_median():
     class Plain:
         """Values as they are."""
