@@ -4,6 +4,7 @@ from optim.everystep import GradientOptimizer
 from optim.flat import FlatParameters
 from optim.local import LocalSwarm
 from optim.loops import DiLoCo
+from optim.machine import Machine
 from optim.methods import gradient_recipe, recipe
 from optim.muon import MuonAdamW
 from optim.optimizer import LowCommunicationOptimizer
@@ -17,6 +18,7 @@ __all__ = [
     "GradientRecipe",
     "LocalSwarm",
     "LowCommunicationOptimizer",
+    "Machine",
     "MuonAdamW",
     "OuterState",
     "Recipe",

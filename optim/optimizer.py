@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
+from optim.elementwise import check_elementwise
 from optim.flat import Selection, select
+from optim.machine import Machine, link_of
 from optim.recipe import Recipe
 from optim.regularizers import Free
-from optim.sender import Message, Sender, carry_out, tag_of
+from optim.sender import Message, Sender, tag_of
 from optim.slots import Local, Mixed, Moment, Work
 from optim.state import OuterState
 from optim.wrapper import Wrapper
@@ -45,21 +48,22 @@ class LowCommunicationOptimizer(Wrapper):
         model: The model that the inner optimizer trains. Its trainable parameters are averaged.
         inner: Any optimizer over parameters of that model.
         swarm: Forms the mean over peers. Exchanges without a delay block the thread that calls `step`; others run in
-            a thread of their own, one at a time.
+            a thread of their own, one at a time. Processes of one machine that share the model give a `Machine`.
         method: The recipe.
         tokens_per_step: What one step counts for in the mean, beside the steps of other peers: the number of tokens
-            (or examples) in a batch, if batches differ between peers.
+            (or examples) in a batch, if batches differ between peers; of a machine, in those of all its processes.
         pace: Our speed as a share of the fastest peer's, for recipes whose number of steps depends on it.
 
     Raises:
-        SettingsError: The inner optimizer trains something that is not a parameter of the model.
+        SettingsError: The inner optimizer trains something that is not a parameter of the model; or each process has
+            a part of the model, and the recipe cannot be carried out on parts.
     """
 
     def __init__(
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        swarm: Collective,
+        swarm: Collective | Machine,
         method: Recipe,
         *,
         tokens_per_step: int = 1,
@@ -72,8 +76,10 @@ class LowCommunicationOptimizer(Wrapper):
         """Exchanges that succeeded."""
         self.local_steps = 0
         """Inner steps since the last of them began."""
-        self._swarm, self._pace = swarm, pace
-        self._sender = Sender(method)
+        self._link, self._pace = link_of(swarm, self._flat), pace
+        if self._flat.slices != self._flat.whole:
+            check_elementwise(method)
+        self._sender = Sender(method, self._link.all)
         self._flight: _Flight | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._share: float | None = None  # ours of the last mean
@@ -131,14 +137,13 @@ class LowCommunicationOptimizer(Wrapper):
             self._apply(message, nobody, message.taken, fragment)
         elif self._a_round_late and not first:
             self._merge(fragment, self.outer)  # what was done comes back with the result
-        mixing = self._sender.mix(message)
         tag = tag_of(message.layout, self._flat.slices)
+        exchange = partial(self._link.mix, self.recipe.mixer, message, fragment, tag)
         if self.recipe.policy.delay == 0 or first:
-            mixed = carry_out(self._swarm, mixing, tag=tag)
-            self._arrived(message, mixed, message.taken, fragment)
+            self._arrived(message, exchange(), message.taken, fragment)
         else:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="shoal-exchange")
-            self._flight = _Flight(message, self._thread.submit(carry_out, self._swarm, mixing, tag=tag))
+            self._flight = _Flight(message, self._thread.submit(exchange))
         self._begun += 1
         self._taken[fragment] = self._done
         self.local_steps, self._wait = 0, None
@@ -153,8 +158,7 @@ class LowCommunicationOptimizer(Wrapper):
         """
         if self._flight is not None:
             self._land()
-        finishing = self.recipe.finalizer.finish(self.outer.parameters, self._flat.slices)
-        parameters = carry_out(self._swarm, finishing, tag="finish")
+        parameters = self._link.finish(self.recipe.finalizer, self.outer.parameters)
         self.outer = OuterState(parameters, self.outer.buffers)
         self._flat.write(parameters)
         self.close()
@@ -206,11 +210,10 @@ class LowCommunicationOptimizer(Wrapper):
         return self._sender.prepare(local, Work(steps, steps * self._tokens_per_step), fragment.layout, self._begun + 1)
 
     def _fragment(self, round: int) -> Selection:
-        slices = self._flat.slices
-        return select(slices, self.recipe.fragmenter.fragment(slices, round))
+        return select(self._flat.slices, self.recipe.fragmenter.fragment(self._flat.whole, round))
 
     def _moment(self) -> Moment:
-        return Moment(round=self._begun + 1, lr=self.learning_rate, pace=self._pace())
+        return Moment(round=self._begun + 1, lr=self.learning_rate, pace=self._link.same(self._pace()))
 
     @property
     def _a_round_late(self) -> bool:

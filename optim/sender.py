@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import attrs
 import torch
 
 from optim.recipe import GradientRecipe, Recipe
-from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Mixing, Operation, Work
+from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Operation, Work
 from protocol.collective import Collective, Outcome
 
 _T = TypeVar("_T")
@@ -31,10 +31,15 @@ class Message:
 
 
 class Sender:
-    """Prepares what a peer sends, and remembers what it has to."""
+    """Prepares what a peer sends, and remembers what it has to.
 
-    def __init__(self, recipe: Recipe | GradientRecipe) -> None:
-        self._recipe = recipe
+    Args:
+        recipe: Says how.
+        in_all: Whether a condition holds in all processes that are one peer.
+    """
+
+    def __init__(self, recipe: Recipe | GradientRecipe, in_all: Callable[[bool], bool] = bool) -> None:
+        self._recipe, self._in_all = recipe, in_all
         self._memory: dict[tuple[str, ...], Memory] = {}
 
     def prepare(self, local: Local, work: Work, layout: Layout, round: int) -> Message:
@@ -43,13 +48,9 @@ class Sender:
         taken, after = self._recipe.payload.take(local, memory)
         values = self._recipe.feedback.before(taken, after)
         weight = self._recipe.weighting.weight(work)
-        if not bool(torch.isfinite(values).all()):
+        if not self._in_all(bool(torch.isfinite(values).all())):
             taken, values, after, weight = torch.zeros_like(taken), torch.zeros_like(values), memory, 0.0
         return Message(taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round)
-
-    def mix(self, message: Message) -> Mixing[Mixed]:
-        """The exchange."""
-        return self._recipe.mixer.mix(message.values, message.weight, message.layout, message.round, message.memory)
 
     def sent(self, message: Message, mixed: Mixed) -> None:
         """The exchange was a success."""
