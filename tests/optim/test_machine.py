@@ -40,22 +40,18 @@ class Machines:
     def __init__(self, folder):
         self.folder, self.first = folder, free_address()
         self.processes = []
-        self.logs = []
 
     def start(self, index, task, *, size=2, machines=2, **spec):
-        """One machine: its processes, and where it will leave its result."""
+        """The processes of one machine."""
         out = str(self.folder / f"machine {index}")
+        listen, peers = (self.first, []) if index == 0 else ("127.0.0.1:0", [self.first])
+        common = {"kind": "fsdp", "task": task, "size": size, "machines": machines, "seed": index}
         for rank in range(size):
-            listen, peers = (self.first, []) if index == 0 else ("127.0.0.1:0", [self.first])
-            whole = {
-                **{"task": task, "rank": rank, "size": size, "machines": machines, "store": out + ".store"},
-                **{"listen": listen, "peers": peers, "out": out, "kind": "fsdp", "seed": index, **spec},
-            }
-            log = open(self.folder / f"log {index} {rank}", "w")
-            self.logs.append(log)
+            place = {"rank": rank, "listen": listen, "peers": peers, "store": out + ".store", "out": out}
+            whole = {**common, **place, **spec}
             command = [sys.executable, "-W", "error", "-m", "tests.optim.rank", json.dumps(whole)]
-            self.processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
-        return self.processes[-size:]
+            with open(self.folder / f"log {index} {rank}", "w") as log:
+                self.processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
 
     def result(self, index):
         """What a machine has left, once its processes are over."""
@@ -69,8 +65,6 @@ class Machines:
         for process in self.processes:
             process.kill()
             process.wait()
-        for log in self.logs:
-            log.close()
 
 
 @pytest.fixture
