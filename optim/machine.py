@@ -15,7 +15,8 @@ from optim.sender import Message, carry_out
 from optim.shards import Span
 from optim.slots import Finalizer, Layout, Mixed, Mixer, Mixing
 from protocol.collective import Collective
-from protocol.errors import RoundAborted, SettingsError, ShoalError
+from protocol.errors import ProtocolError, RoundAborted, SettingsError, ShoalError
+from protocol.identity import PeerId
 
 _T = TypeVar("_T")
 _PATIENCE = timedelta(days=1)  # what an exchange of a large model over slow lines may take
@@ -40,6 +41,22 @@ class Link(Protocol):
         """
         ...
 
+    def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
+        """Everybody's block; of the processes of one peer, that of the first counts.
+
+        Raises:
+            ShoalError: The exchange failed.
+        """
+        ...
+
+    def broadcast(self, values: torch.Tensor, tag: str, *, ours: bool) -> torch.Tensor:
+        """The values of the one peer that says `ours`, as far as this process has them.
+
+        Raises:
+            ShoalError: The exchange failed, or what came does not fit.
+        """
+        ...
+
     def all(self, condition: bool) -> bool:
         """Whether it holds in all processes of this peer."""
         ...
@@ -60,6 +77,12 @@ class Direct:
 
     def finish(self, finalizer: Finalizer, parameters: torch.Tensor) -> torch.Tensor:
         return carry_out(self._swarm, finalizer.finish(parameters, self._flat.slices), tag="finish")
+
+    def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
+        return _blocks(self._swarm, block, tag)
+
+    def broadcast(self, values: torch.Tensor, tag: str, *, ours: bool) -> torch.Tensor:
+        return _broadcast(self._swarm, values, tag, ours)
 
     def all(self, condition: bool) -> bool:
         return condition
@@ -164,6 +187,20 @@ class _Shared:
 
         return self._handed_out(self._in_the_first(end, parameters, whole), parameters, whole)
 
+    def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
+        def gather(swarm: Collective) -> Mapping[PeerId, bytes]:
+            return _blocks(swarm, block, tag)
+
+        return self._told(self._attempted(gather))
+
+    def broadcast(self, values: torch.Tensor, tag: str, *, ours: bool) -> torch.Tensor:
+        whole = select(self._flat.whole, range(len(self._flat.whole)))
+
+        def broadcast(swarm: Collective, full: torch.Tensor) -> torch.Tensor:
+            return _broadcast(swarm, full, tag, ours)
+
+        return self._handed_out(self._in_the_first(broadcast, values, whole), values, whole)
+
     def all(self, condition: bool) -> bool:
         return all(_gathered(self._machine.control, condition))
 
@@ -175,14 +212,17 @@ class _Shared:
     ) -> _T | None:
         """What the first process makes of the values of all; None in the others. If it fails, it does in all."""
         full = self._collected(values, whole)
-        if full is None:
+        return self._attempted(lambda swarm: work(swarm, cast(torch.Tensor, full)))
+
+    def _attempted(self, work: Callable[[Collective], _T]) -> _T | None:
+        """What the first process makes; None in the others. If it fails, it does in all."""
+        if self._machine.swarm is None:
             failure: str = self._told(None)
             if failure:
                 raise RoundAborted(f"the exchange of this machine failed: {failure}")
             return None
-        assert self._machine.swarm is not None
         try:
-            result = work(self._machine.swarm, full)
+            result = work(self._machine.swarm)
         except (ShoalError, ValueError) as error:
             self._told(str(error) or type(error).__name__)
             raise
@@ -277,6 +317,17 @@ def _brings(layout: Layout, spans: Sequence[Sequence[Span]]) -> list[set[int]]:
 
 def _mixing(mixer: Mixer, message: Message, values: torch.Tensor, layout: Layout) -> Mixing[Mixed]:
     return mixer.mix(values, message.weight, layout, message.round, message.memory)
+
+
+def _blocks(swarm: Collective, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
+    return {peer: bytes(theirs) for peer, theirs in swarm.gather(block, tag=tag).blocks.items()}
+
+
+def _broadcast(swarm: Collective, values: torch.Tensor, tag: str, ours: bool) -> torch.Tensor:
+    sent = swarm.broadcast(values if ours else None, tag=tag)
+    if len(sent.data) != 4 * len(values):
+        raise ProtocolError(f"{sent.source.short} sent {len(sent.data)} bytes, not {len(values)} values")
+    return torch.frombuffer(bytearray(sent.data), dtype=torch.float32)
 
 
 def _gathered(group: dist.ProcessGroup, what: _T) -> list[_T]:

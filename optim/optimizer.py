@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -11,17 +12,21 @@ import attrs
 import torch
 from torch import nn
 
+from optim.buffers import Buffers
 from optim.elementwise import check_elementwise
 from optim.flat import Selection, select
 from optim.machine import Machine, link_of
 from optim.recipe import Recipe
 from optim.regularizers import Free
 from optim.sender import Message, Sender, tag_of
+from optim.shards import local
 from optim.slots import Local, Mixed, Moment, Work
+from optim.standing import Standing, foremost, standings, told_of
 from optim.state import OuterState
 from optim.wrapper import Wrapper
 from protocol.collective import Collective
 from protocol.errors import SettingsError
+from protocol.identity import PeerId
 
 
 @attrs.define(eq=False)
@@ -38,7 +43,11 @@ class LowCommunicationOptimizer(Wrapper):
     Parameter groups and per-parameter state are those of the inner optimizer, see `Wrapper`. `state_dict` holds the
     inner optimizer's state and, under "outer", the outer one.
 
-    The outer state starts from the model's values at construction. All peers of a swarm must start from the same.
+    The outer state starts from the model's values at construction. All peers of a swarm must start from the same; see
+    `welcome` for those who come later.
+
+    Buffers of the model that belong to its state are averaged, whole numbers take the largest value, whenever the first
+    parameter is exchanged; if peers have outer states of their own, in the end.
 
     If an exchange fails, its exception leaves `step`. By then the local step is done, and neither the local parameters
     nor the outer state have been touched: the exchange stays due, and the next `step` tries again with all the work
@@ -79,11 +88,13 @@ class LowCommunicationOptimizer(Wrapper):
         self._link, self._pace = link_of(swarm, self._flat), pace
         if self._flat.slices != self._flat.whole:
             check_elementwise(method)
+        self._buffers = Buffers(model)
         self._sender = Sender(method, self._link.all)
         self._flight: _Flight | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._share: float | None = None  # ours of the last mean
         self._begun = 0  # exchanges
+        self._history = bytes(16)  # a digest of who contributed to each of those that succeeded
         self._wait: int | None = None  # inner steps from the beginning of the last exchange to the next
         self._done = 0  # inner steps of all rounds
         self._taken: dict[Selection, int] = {}  # how many of them there had been when each fragment was taken last
@@ -137,6 +148,8 @@ class LowCommunicationOptimizer(Wrapper):
             self._apply(message, nobody, message.taken, fragment)
         elif self._a_round_late and not first:
             self._merge(fragment, self.outer)  # what was done comes back with the result
+        if self._buffers and self.recipe.shared and 0 in fragment.places:
+            self._buffers.take(self._link.gather(self._buffers.block(message.weight), "buffers"))
         tag = tag_of(message.layout, self._flat.slices)
         exchange = partial(self._link.mix, self.recipe.mixer, message, fragment, tag)
         if self.recipe.policy.delay == 0 or first:
@@ -147,6 +160,33 @@ class LowCommunicationOptimizer(Wrapper):
         self._begun += 1
         self._taken[fragment] = self._done
         self.local_steps, self._wait = 0, None
+
+    def welcome(self) -> int:
+        """Lets peers that have just come, or have missed an exchange, go on from the outer state of the others.
+
+        All peers call it at the same point, such as after each exchange; a newcomer first of all, until it has
+        `rounds`. What a peer has done since its last exchange is kept, and part of the next one. Whose state it is:
+        that of the most peers, of those that have exchanged at all.
+
+        Returns:
+            How many peers took part.
+
+        Raises:
+            ShoalError: It failed, and may be called again.
+        """
+        if self._flight is not None:
+            self._land()
+        ours = Standing(self.rounds, self._begun, self._history, secrets.token_bytes(8))
+        told = standings(self._link.gather(ours.pack(), "welcome").values())
+        source = foremost(told)
+        if any(self._is_behind(theirs, source) for theirs in told):
+            names = sorted(self.outer.buffers)
+            state = torch.cat([self.outer.parameters, *(self.outer.buffers[name] for name in names)])
+            state = self._link.broadcast(state, "state", ours=source == ours)
+            if self._is_behind(ours, source):
+                parameters, *buffers = torch.split(state, self._flat.length)
+                self._restart(OuterState(parameters, dict(zip(names, buffers, strict=True))), source)
+        return len(told)
 
     def finish(self) -> None:
         """Ends the run: applies what is under way, and makes one set of parameters of the peers' if they differ.
@@ -159,6 +199,8 @@ class LowCommunicationOptimizer(Wrapper):
         if self._flight is not None:
             self._land()
         parameters = self._link.finish(self.recipe.finalizer, self.outer.parameters)
+        if self._buffers:
+            self._buffers.take(self._link.gather(self._buffers.block(1.0), "buffers"))
         self.outer = OuterState(parameters, self.outer.buffers)
         self._flat.write(parameters)
         self.close()
@@ -182,13 +224,35 @@ class LowCommunicationOptimizer(Wrapper):
     def _arrived(self, message: Message, mixed: Mixed, fresh: torch.Tensor, fragment: Selection) -> None:
         self._apply(message, mixed, fresh, fragment)
         self._sender.sent(message, mixed)
+        if mixed.share == 0:
+            self._heal()
         self._share = mixed.share
         self.rounds += 1
+        self._history = told_of(self._history, message.round, mixed.members)
 
     def _apply(self, message: Message, mixed: Mixed, fresh: torch.Tensor, fragment: Selection) -> None:
         before = _part(self.outer, fragment)
         after = self.recipe.outer.step(before, mixed, attrs.evolve(self._moment(), round=message.round), fresh)
         self._merge(fragment, _replaced(self.outer, fragment, after))
+
+    def _is_behind(self, peer: Standing, source: Standing) -> bool:
+        """Whether a peer needs the state of another. One with an outer state of its own needs it to begin with."""
+        return not peer.agrees(source) and (self.recipe.shared or peer.rounds == 0)
+
+    def _restart(self, outer: OuterState, source: Standing) -> None:
+        """Goes on from a state that others have, with what was done since our last exchange."""
+        drift = torch.sub(self._flat.read(), self._flat.rounded(self.outer.parameters))
+        self._flat.write(torch.add(outer.parameters, drift) if self.local_steps else outer.parameters)
+        self.outer, self.rounds, self._begun = outer, source.rounds, source.begun
+        self._history, self._wait = source.history, None
+        self._sender.forget()  # what was left out belongs to the state that is given up
+
+    def _heal(self) -> None:
+        """The inner optimizer forgets what is not finite: moments stay so after one step with such a gradient."""
+        for state in self.inner.state.values():
+            tensors = [local(value) for value in state.values() if isinstance(value, torch.Tensor)]
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                state.clear()
 
     def _merge(self, fragment: Selection, outer: OuterState) -> None:
         inner = self._flat.read()
@@ -237,6 +301,7 @@ class LowCommunicationOptimizer(Wrapper):
             "taken": [(list(fragment.places), done - self._done) for fragment, done in self._taken.items()],
             "memory": self._sender.state_dict(),
             "share": self._share,
+            "history": self._history.hex(),
         }
         if self._flight is not None and self._flight.mixed.exception() is None:
             message, mixed = self._flight.message, self._flight.mixed.result()
@@ -249,6 +314,7 @@ class LowCommunicationOptimizer(Wrapper):
                 "mean": mixed.mean,
                 "own": mixed.own,
                 "share": mixed.share,
+                "members": [member.hex() for member in mixed.members],
             }
         return {**self.inner.state_dict(), "outer": outer}
 
@@ -274,13 +340,15 @@ class LowCommunicationOptimizer(Wrapper):
         self._share_with_inner()
         self.outer, self.rounds, self.local_steps = outer, saved["rounds"], saved["local_steps"]
         self._begun, self._wait, self._done, self._share = saved["begun"], None, 0, saved["share"]
+        self._history = bytes.fromhex(saved["history"])
         self._taken = {select(self._flat.slices, places): done for places, done in saved["taken"]}
         self._sender.load_state_dict(saved["memory"])
         self._flight = self._saved_flight(saved["flight"]) if "flight" in saved else None
 
     def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
         mixed: Future[Mixed] = Future()
-        mixed.set_result(Mixed(mean=saved["mean"], own=saved["own"], members=(), share=saved["share"]))
+        members = tuple(PeerId(bytes.fromhex(member)) for member in saved["members"])
+        mixed.set_result(Mixed(mean=saved["mean"], own=saved["own"], members=members, share=saved["share"]))
         fields = {key: saved[key] for key in ("taken", "values", "weight", "memory", "round")}
         message = Message(**fields, layout=self._fragment(saved["round"]).layout)
         return _Flight(message, mixed)

@@ -19,17 +19,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from optim import GradientOptimizer, LowCommunicationOptimizer, Machine, gradient_recipe, recipe
+from optim.flat import unwrapped
 from optim.methods import GRADIENT_RECIPES
+from optim.shards import local
 from protocol.errors import SettingsError
 from protocol.standalone import join_collective
 from tests.optim.toys import batches, make_model, train
 
 
-def prepared(kind):
-    model = make_model()
+def prepared(kind, model=None):
+    model = make_model() if model is None else model
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (model[0], model):
+        for layer in (model[-1], model):
             fully_shard(layer, mesh=mesh)
         return model
     return DistributedDataParallel(model)
@@ -99,6 +101,26 @@ def poison(spec, machine):
     optimizer.synchronize()
     optimizer.finish()
     return {"values": values(model).tolist()}
+
+
+def late(spec, machine):
+    """The second machine comes after the first exchange, from other values, and goes on with the first's state."""
+    model = prepared(spec["kind"], nn.Sequential(nn.BatchNorm1d(4), make_model()))
+    optimizer = optimizer_of(model, machine, "diloco", {"inner_steps": 3})
+    stream = batches(spec["seed"], 100)
+    if spec["seed"] == 0:
+        train(model, optimizer, [next(stream) for _ in range(3)])
+    else:
+        with torch.no_grad():
+            for part in model.parameters():
+                local(part).zero_()
+    while optimizer.welcome() < 2:
+        pass
+    rounds = optimizer.rounds
+    train(model, optimizer, [next(stream) for _ in range(3)])
+    optimizer.finish()
+    buffers = [buffer.flatten().tolist() for _, buffer in sorted(unwrapped(model).named_buffers())]
+    return {"rounds": [rounds, optimizer.rounds], "values": values(model).tolist(), "buffers": buffers}
 
 
 def refuse(spec, machine):

@@ -135,6 +135,18 @@ def test_a_machine_with_a_spoiled_part_is_healed(machines):
 
 
 @pytest.mark.processes
+def test_a_machine_comes_later(machines):
+    for index, kind in enumerate(("fsdp", "ddp")):
+        machines.start(index, "late", kind=kind, machines=1)
+    one, other = machines.result(0), machines.result(1)
+    assert one == other
+    assert one["rounds"] == [1, 2]
+    batches_seen, mean, variance = one["buffers"]
+    assert batches_seen == [6]
+    assert len(mean) == len(variance) == 4
+
+
+@pytest.mark.processes
 def test_what_cannot_work_is_refused(machines):
     machines.start(0, "refuse", machines=1, methods=[("co2", {}), ("fedsam", {}), ("lion", {})])
     norm, sam, unwrapped, other, nobody = machines.result(0)
