@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -64,13 +63,14 @@ class ShoalCallback(TrainerCallback):
         create: Callable[..., torch.optim.Optimizer] = trainer.create_optimizer
 
         # Here and not when training begins: by then the trainer has wrapped its optimizer, and loaded its state.
-        def create_optimizer(*arguments: Any, **options: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+        def create_optimizer(*arguments: object, **options: object) -> torch.optim.Optimizer:
             inner = create(*arguments, **options)
-            if not isinstance(inner, LowCommunicationOptimizer):
+            if self._optimizer is None:  # else it trains again, and has wrapped ours
                 trainer.optimizer = self._optimizer = LowCommunicationOptimizer(
                     trainer.model, inner, self._swarm, self._method, tokens_per_step=self._tokens_per_step
                 )
-            return self.optimizer
+                return self._optimizer
+            return inner
 
         trainer.create_optimizer = create_optimizer
         trainer.add_callback(self)

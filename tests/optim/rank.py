@@ -1,6 +1,6 @@
 """One process of a machine that is one peer: `python -m tests.optim.rank SPEC`, for `test_machine.py`.
 
-SPEC is JSON: `rank`, `size`, `kind` (fsdp, ddp), `store` (a file for torch.distributed to meet at),
+SPEC is JSON: `rank`, `size`, `kind` (fsdp, hsdp, ddp), `store` (a file for torch.distributed to meet at),
 `listen`, `peers`, `seed` of the machine's data, `out` (a file for what came of it) and `task`.
 """
 
@@ -22,15 +22,17 @@ from optim import GradientOptimizer, LowCommunicationOptimizer, Machine, gradien
 from optim.flat import unwrapped
 from optim.methods import GRADIENT_RECIPES
 from optim.shards import local
-from protocol.errors import SettingsError
+from protocol.errors import PeerGone, SettingsError, ShoalError
 from protocol.standalone import join_collective
 from tests.optim.toys import batches, make_model, train
 
 
 def prepared(kind, model=None):
     model = make_model() if model is None else model
-    if kind == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind in ("fsdp", "hsdp"):  # the latter: in two groups of which each has all
+        size = dist.get_world_size()
+        shape, names = ((size,), ("shard",)) if kind == "fsdp" else ((2, size // 2), ("copy", "shard"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for layer in (model[-1], model):
             fully_shard(layer, mesh=mesh)
         return model
@@ -123,6 +125,32 @@ def late(spec, machine):
     return {"rounds": [rounds, optimizer.rounds], "values": values(model).tolist(), "buffers": buffers}
 
 
+def fail(swarm):
+    """An exchange of the first process fails once: it does in all, and is made up for."""
+
+    class Flaky:
+        failed = False
+
+        def all_reduce(self, *arguments, **options):
+            if not self.failed:
+                self.failed = True
+                raise PeerGone("all are gone")
+            return swarm.all_reduce(*arguments, **options)
+
+    model = prepared("fsdp")
+    optimizer = optimizer_of(model, Machine(swarm and Flaky()), "diloco", {"inner_steps": 2})
+    before = optimizer.outer.parameters
+    try:
+        train(model, optimizer, batches(0, 2))
+    except ShoalError as error:
+        text = str(error)
+    assert torch.equal(optimizer.outer.parameters, before)
+    train(model, optimizer, batches(1, 1))
+    assert optimizer.rounds == 1
+    assert swarm is not None or text == "the exchange of this machine failed: all are gone"
+    return text
+
+
 def refuse(spec, machine):
     """What cannot work."""
     texts = []
@@ -142,6 +170,7 @@ def refuse(spec, machine):
         optimizer_of(model, machine, "diloco", {})
     except SettingsError as error:
         texts.append(str(error))
+    texts.append(fail(machine.swarm))
     try:
         Machine(None)
     except SettingsError as error:

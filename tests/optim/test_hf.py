@@ -122,6 +122,18 @@ def test_a_checkpoint_goes_on(tmp_path, alone):
     assert torch.equal(values(resumed.model), values(whole.model))
 
 
+def test_a_trainer_may_train_again(tmp_path, alone):
+    trainer = make_trainer(gpt2(), tmp_path)
+    callback = ShoalCallback(alone, recipe("streaming", inner_steps=4, fragments=2))
+    callback.attach(trainer)
+    trainer.train()
+    optimizer = callback.optimizer
+    assert optimizer.rounds == 3
+    trainer.train()
+    assert callback.optimizer is optimizer
+    assert optimizer.rounds == 7
+
+
 def test_before_the_training_there_is_no_optimizer(alone):
     with pytest.raises(SettingsError, match="has not begun"):
         _ = ShoalCallback(alone, recipe("diloco")).optimizer

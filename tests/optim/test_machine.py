@@ -39,7 +39,7 @@ class Machines:
 
     def __init__(self, folder):
         self.folder, self.first = folder, free_address()
-        self.processes = []
+        self.processes = {}
 
     def start(self, index, task, *, size=2, machines=2, **spec):
         """The processes of one machine."""
@@ -51,18 +51,18 @@ class Machines:
             whole = {**common, **place, **spec}
             command = [sys.executable, "-W", "error", "-m", "tests.optim.rank", json.dumps(whole)]
             with open(self.folder / f"log {index} {rank}", "w") as log:
-                self.processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+                self.processes[index, rank] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def result(self, index):
         """What a machine has left, once its processes are over."""
-        for process in self.processes:
-            process.wait(timeout=180)
+        codes = {place: process.wait(timeout=180) for place, process in self.processes.items()}
+        well = all(code == 0 for (machine, _), code in codes.items() if machine == index)
+        assert well, "\n".join(path.read_text() for path in sorted(self.folder.glob("log *")))
         file = self.folder / f"machine {index}"
-        assert file.exists(), "\n".join(path.read_text() for path in sorted(self.folder.glob("log *")))
         return json.loads(file.read_text())
 
     def close(self):
-        for process in self.processes:
+        for process in self.processes.values():
             process.kill()
             process.wait()
 
@@ -90,12 +90,12 @@ def trained(swarm, peer, name, constants, steps=STEPS):
 
 def check(machines, methods):
     """Machines end with what peers of one process do."""
+    ended = [machines.result(index) for index in range(2)]
     for name, constants in methods:
         swarm = LocalSwarm(2)
         expected = swarm.run(partial(trained, swarm, name=name, constants=constants))
-        for index in range(2):
-            ended = torch.tensor(machines.result(index)[name])
-            torch.testing.assert_close(ended, expected[index], rtol=1e-5, atol=1e-7)
+        for ours, theirs in zip(ended, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours[name]), theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.processes
@@ -108,7 +108,7 @@ def test_two_machines_of_two_processes_are_two_peers(machines):
 @pytest.mark.processes
 def test_machines_that_share_in_other_ways_fit_together(machines):
     machines.start(0, "compare", methods=METHODS[:3], steps=STEPS, kind="ddp")
-    machines.start(1, "compare", methods=METHODS[:3], steps=STEPS, size=4)
+    machines.start(1, "compare", methods=METHODS[:3], steps=STEPS, kind="hsdp", size=4)
     check(machines, METHODS[:3])
 
 
@@ -149,9 +149,10 @@ def test_a_machine_comes_later(machines):
 @pytest.mark.processes
 def test_what_cannot_work_is_refused(machines):
     machines.start(0, "refuse", machines=1, methods=[("co2", {}), ("fedsam", {}), ("lion", {})])
-    norm, sam, unwrapped, other, nobody = machines.result(0)
+    norm, sam, unwrapped, other, failed, nobody = machines.result(0)
     assert "a part of this recipe needs all of it" in norm
     assert "sharpness-aware" in sam
     assert "shared among several processes" in unwrapped
     assert "different models" in other
+    assert failed == "all are gone"
     assert "the first, and no other" in nobody
