@@ -13,7 +13,7 @@ import torch.distributed as dist
 from optim.flat import FlatParameters, Selection, select
 from optim.sender import Message, carry_out
 from optim.shards import Span
-from optim.slots import Finalizer, Layout, Mixed, Mixer, Mixing
+from optim.slots import Finalizer, Layout, Memory, Mixed, Mixer, Mixing
 from protocol.collective import Collective
 from protocol.errors import ProtocolError, RoundAborted, SettingsError, ShoalError
 from protocol.identity import PeerId
@@ -148,6 +148,59 @@ def link_of(swarm: Collective | Machine, flat: FlatParameters) -> Link:
     return Direct(swarm, flat)
 
 
+@attrs.frozen
+class _Vector:
+    """Stands for a vector in what is told without them; without an index, for the one that was sent."""
+
+    index: int | None
+
+
+@attrs.frozen
+class _Parcel:
+    """What came of an exchange, its vectors apart."""
+
+    rest: Any
+    vectors: Sequence[torch.Tensor]
+
+    @classmethod
+    def packed(cls, mixed: Mixed, sent: torch.Tensor) -> _Parcel:
+        """Takes the vectors out."""
+        vectors: list[torch.Tensor] = []
+
+        def taken_out(value: object) -> object:
+            match value:
+                case torch.Tensor() if value is sent:
+                    return _Vector(None)
+                case torch.Tensor():
+                    vectors.append(value)
+                    return _Vector(len(vectors) - 1)
+                case Mixed():
+                    return {field.name: taken_out(getattr(value, field.name)) for field in attrs.fields(Mixed)}
+                case tuple():
+                    return tuple(taken_out(each) for each in value)
+            return value
+
+        return cls(taken_out(mixed), vectors)
+
+    def unpacked(self, sent: torch.Tensor) -> Mixed:
+        """Puts the vectors in."""
+
+        def put_in(value: object) -> Any:  # noqa: ANN401  like what was taken out
+            match value:
+                case _Vector(None):
+                    return sent
+                case _Vector(int(index)):
+                    return self.vectors[index]
+                case dict():
+                    return Mixed(**{name: put_in(each) for name, each in value.items()})
+                case tuple():
+                    return tuple(put_in(each) for each in value)
+            return value
+
+        mixed: Mixed = put_in(self.rest)
+        return mixed
+
+
 class _Shared:
     """The link of one process of a machine. Vectors are put together, and cut up again, in its first process."""
 
@@ -163,21 +216,18 @@ class _Shared:
     def mix(self, mixer: Mixer, message: Message, fragment: Selection, tag: str) -> Mixed:
         whole = select(self._flat.whole, fragment.places)
 
-        def exchange(swarm: Collective, values: torch.Tensor) -> Mixed:
+        def exchange(swarm: Collective, values: torch.Tensor) -> _Parcel:
             mixed = carry_out(swarm, _mixing(mixer, message, values, whole.layout), tag=tag)
-            return attrs.evolve(mixed, own=torch.empty(0)) if mixed.own is values else mixed
+            memory.append(mixed.memory)
+            return _Parcel.packed(attrs.evolve(mixed, memory=None), values)
 
-        mixed = self._in_the_first(exchange, message.values, whole)
-        mean, own = (None, None) if mixed is None else (mixed.mean, mixed.own)
-        told = None if mixed is None else (mixed.members, mixed.share, len(mixed.own) == 0)
-        members, share, own_is_ours = self._told(told)
-        return Mixed(
-            mean=self._handed_out(mean, message.values, whole),
-            own=message.values if own_is_ours else self._handed_out(own, message.values, whole),
-            members=members,
-            share=share,
-            memory=None if mixed is None else mixed.memory,
-        )
+        memory: list[Memory | None] = []  # of the mixer, which works in the first process
+        parcel = self._in_the_first(exchange, message.values, whole)
+        count, mixed = self._told(None if parcel is None else (len(parcel.vectors), parcel.rest))
+        vectors: Sequence[torch.Tensor | None] = [None] * count if parcel is None else parcel.vectors
+        parts = [self._handed_out(vector, message.values, whole) for vector in vectors]
+        result = _Parcel(mixed, parts).unpacked(message.values)
+        return attrs.evolve(result, memory=memory[0] if memory else None)
 
     def finish(self, finalizer: Finalizer, parameters: torch.Tensor) -> torch.Tensor:
         whole = select(self._flat.whole, range(len(self._flat.whole)))
