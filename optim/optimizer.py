@@ -151,7 +151,7 @@ class LowCommunicationOptimizer(Wrapper):
         if self._buffers and self.recipe.shared and 0 in fragment.places:
             self._buffers.take(self._link.gather(self._buffers.block(message.weight), "buffers"))
         tag = tag_of(message.layout, self._flat.slices)
-        exchange = partial(self._link.mix, self.recipe.mixer, message, fragment, tag)
+        exchange = partial(self._link.mix, self._sender, message, fragment, tag)
         if self.recipe.policy.delay == 0 or first:
             self._arrived(message, exchange(), message.taken, fragment)
         else:
