@@ -80,7 +80,7 @@ class GradientOptimizer(Wrapper):
         )
         work = Work(1, self._tokens_per_step)
         message = self._sender.prepare(local, work, self._everything.layout, self.rounds + 1)
-        mixed = self._link.mix(self.recipe.mixer, message, self._everything, "")
+        mixed = self._link.mix(self._sender, message, self._everything, "")
         self._sender.sent(message, mixed)
         self._flat.write_gradient(mixed.mean.sign() if self.recipe.sign else mixed.mean)
         self.rounds += 1

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from optim.flat import FlatParameters, Selection, select
-from optim.sender import Message, carry_out
+from optim.sender import Message, Sender, carry_out
 from optim.shards import Span
-from optim.slots import Finalizer, Layout, Memory, Mixed, Mixer, Mixing
+from optim.slots import Finalizer, Layout, Memory, Mixed
 from protocol.collective import Collective
 from protocol.errors import ProtocolError, RoundAborted, SettingsError, ShoalError
 from protocol.identity import PeerId
@@ -25,7 +25,7 @@ _PATIENCE = timedelta(days=1)  # what an exchange of a large model over slow lin
 class Link(Protocol):
     """How one process reaches the swarm."""
 
-    def mix(self, mixer: Mixer, message: Message, fragment: Selection, tag: str) -> Mixed:
+    def mix(self, sender: Sender, message: Message, fragment: Selection, tag: str) -> Mixed:
         """Mixes what this process has of a fragment with the others'.
 
         Raises:
@@ -72,8 +72,8 @@ class Direct:
     def __init__(self, swarm: Collective, flat: FlatParameters) -> None:
         self._swarm, self._flat = swarm, flat
 
-    def mix(self, mixer: Mixer, message: Message, fragment: Selection, tag: str) -> Mixed:
-        return carry_out(self._swarm, _mixing(mixer, message, message.values, message.layout), tag=tag)
+    def mix(self, sender: Sender, message: Message, fragment: Selection, tag: str) -> Mixed:
+        return carry_out(self._swarm, sender.mix(message), tag=tag)
 
     def finish(self, finalizer: Finalizer, parameters: torch.Tensor) -> torch.Tensor:
         return carry_out(self._swarm, finalizer.finish(parameters, self._flat.slices), tag="finish")
@@ -213,11 +213,12 @@ class _Shared:
         self._brings = _brings(flat.whole, self._spans)
         self._index = machine.ranks.index(dist.get_rank())
 
-    def mix(self, mixer: Mixer, message: Message, fragment: Selection, tag: str) -> Mixed:
+    def mix(self, sender: Sender, message: Message, fragment: Selection, tag: str) -> Mixed:
         whole = select(self._flat.whole, fragment.places)
 
         def exchange(swarm: Collective, values: torch.Tensor) -> _Parcel:
-            mixed = carry_out(swarm, _mixing(mixer, message, values, whole.layout), tag=tag)
+            full = attrs.evolve(message, values=values, layout=whole.layout)
+            mixed = carry_out(swarm, sender.mix(full), tag=tag)
             memory.append(mixed.memory)
             return _Parcel.packed(attrs.evolve(mixed, memory=None), values)
 
@@ -363,10 +364,6 @@ def _brings(layout: Layout, spans: Sequence[Sequence[Span]]) -> list[set[int]]:
         for index in first.values():
             brings[index].add(place)
     return brings
-
-
-def _mixing(mixer: Mixer, message: Message, values: torch.Tensor, layout: Layout) -> Mixing[Mixed]:
-    return mixer.mix(values, message.weight, layout, message.round, message.memory)
 
 
 def _blocks(swarm: Collective, block: bytes, tag: str) -> Mapping[PeerId, bytes]:

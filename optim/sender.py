@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from optim.recipe import GradientRecipe, Recipe
-from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Operation, Work
+from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Mixing, Operation, Work
 from protocol.collective import Collective, Outcome
 
 _T = TypeVar("_T")
@@ -51,6 +51,10 @@ class Sender:
         if not self._in_all(bool(torch.isfinite(values).all())):
             taken, values, after, weight = torch.zeros_like(taken), torch.zeros_like(values), memory, 0.0
         return Message(taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round)
+
+    def mix(self, message: Message) -> Mixing[Mixed]:
+        """The exchange."""
+        return self._recipe.mixer.mix(message.values, message.weight, message.layout, message.round, message.memory)
 
     def sent(self, message: Message, mixed: Mixed) -> None:
         """The exchange was a success."""
