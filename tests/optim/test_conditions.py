@@ -371,9 +371,11 @@ def test_newcomers_and_peers_that_missed_an_exchange_go_on_with_the_others():
         with contextlib.suppress(RoundAborted):
             train(model, optimizer, [next(stream), next(stream)])
         missed.set()
-        rounds = optimizer.rounds
+        rounds, drift = optimizer.rounds, values_of(model) - optimizer.outer.parameters
         assert optimizer.welcome() == 3
         assert optimizer.rounds == rounds + (seed == 1)
+        assert drift.any() == (seed == 1)
+        torch.testing.assert_close(values_of(model), optimizer.outer.parameters + drift, rtol=1e-5, atol=1e-6)
         train(model, optimizer, [next(stream), next(stream)] if seed != 1 else [next(stream)])
         assert seed != 1 or line.weight == 3.0  # what it had done before counts as well
         return values_of(model), optimizer.rounds
