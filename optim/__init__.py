@@ -4,6 +4,7 @@ from optim.everystep import GradientOptimizer
 from optim.flat import FlatParameters
 from optim.local import LocalSwarm
 from optim.loops import DiLoCo
+from optim.machine import Machine
 from optim.methods import gradient_recipe, recipe
 from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.muon import MuonAdamW
@@ -19,6 +20,7 @@ __all__ = [
     "GradientRecipe",
     "LocalSwarm",
     "LowCommunicationOptimizer",
+    "Machine",
     "MultiTimescaleOptimizer",
     "MuonAdamW",
     "OuterState",

@@ -77,13 +77,15 @@ class GatheredMean:
 
     compressor: Compressor
     capped: bool = False
+    max_weight: float = MAX_WEIGHT
+    """The most that one peer's values may count; those that claim more do not count at all."""
 
     def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
         encoded = self.compressor.encode(values, layout, round)
         gathered = yield Gather(struct.pack("<d", weight) + encoded if weight else None)
         assert isinstance(gathered, Gathered)
         told = {peer: _told(gathered.blocks[peer], self.compressor, layout) for peer in sorted(gathered.blocks)}
-        said = {peer: (weight, block) for peer, (weight, block) in told.items() if weight > 0}
+        said = {peer: (weight, block) for peer, (weight, block) in told.items() if 0 < weight <= self.max_weight}
         total = math.fsum(weight for weight, _ in said.values())
         factors = self._caps([block for _, block in said.values()], layout, round)
         shares = [weight / total * factor for (weight, _), factor in zip(said.values(), factors, strict=True)]

@@ -120,7 +120,8 @@ class MultiTimescaleOptimizer(Wrapper):
         tokens_per_step: What one step counts for in the means.
 
     Raises:
-        SettingsError: The periods do not fit, or the inner optimizer trains what is not a parameter of the model.
+        SettingsError: The periods do not fit, or the inner optimizer trains what is not a parameter of the model, or
+            several processes share the model.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class MultiTimescaleOptimizer(Wrapper):
         tokens_per_step: int = 1,
     ) -> None:
         super().__init__(model, inner, tokens_per_step=tokens_per_step)
+        if self._flat.slices != self._flat.whole:
+            raise SettingsError("the model is shared among several processes, which this optimizer cannot handle")
         if sync_every < 1:
             raise SettingsError(f"sync_every must be at least 1, not {sync_every}")
         betas = [*(beta for beta, _ in inner.momenta), inner.beta]

@@ -21,6 +21,7 @@ from protocol.pairs import Pairing
 from protocol.plan import NO_DIGEST
 from protocol.roster import Roster
 from protocol.rounds import Rounds
+from protocol.swap import Swap
 from protocol.transfer import IN_WORKER
 
 _T = TypeVar("_T")
@@ -128,8 +129,7 @@ class AsyncCollective:
                 raise Behind(self._peer, number)  # the result is kept here
             earlier = tuple(missed)
             missed.clear()
-            counted = self._peer in reduced.contributors
-            return attrs.evolve(reduced, shapes=shapes_of(values), counted=counted, missed=earlier)
+            return attrs.evolve(reduced, shapes=shapes_of(values), missed=earlier)
 
         return self._start(act, group, tag, timeout, window, None if window is None else missed)
 
@@ -149,20 +149,8 @@ class AsyncCollective:
             vector = await _flat(values)
             started = trio.current_time()
             agreed, swap = await rounds.exchange(number, vector, weight, pairing=pairing)
-            weights = dict(zip(agreed.members, agreed.weights, strict=True))
-            return Exchanged(
-                plan=agreed.plan,
-                attempts=agreed.attempts,
-                bytes_sent=swap.bytes_sent,
-                bytes_received=swap.bytes_received,
-                seconds=trio.current_time() - started,
-                partner=swap.partner,
-                values=swap.theirs,
-                ours=swap.ours,
-                weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
-                problem=swap.problem,
-                shapes=shapes_of(values),
-            )
+            exchanged = exchanged_of(agreed, swap, trio.current_time() - started)
+            return attrs.evolve(exchanged, shapes=shapes_of(values))
 
         return self._start(act, group, tag, timeout)
 
@@ -170,14 +158,13 @@ class AsyncCollective:
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
     ) -> Operation[Gathered]:
         """Starts `gather`."""
-        return self._start(partial(_gather, self._peer, block), group, tag, timeout)
+        return self._start(partial(_gather, block), group, tag, timeout)
 
     def start_broadcast(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
     ) -> Operation[Broadcasted]:
         """Starts `broadcast`."""
-
-        return self._start(partial(_broadcast, self._peer, block), group, tag, timeout)
+        return self._start(partial(_broadcast, block), group, tag, timeout)
 
     def start_barrier(self, *, group: Group = None, tag: str = "", timeout: float | None = None) -> Operation[Outcome]:
         """Starts `barrier`."""
@@ -272,14 +259,34 @@ async def _flat(values: Tensors) -> torch.Tensor:
     return flat(values) if size < IN_WORKER else await trio.to_thread.run_sync(flat, values)
 
 
-async def _gather(peer: PeerId, block: Block | None, rounds: Rounds, number: int) -> Gathered:
-    reduced = await rounds.gather(number, block_bytes(block))
-    blocks = blocks_of(reduced)
-    return Gathered(blocks=blocks, **_costs(reduced) | {"counted": peer in blocks})
+def exchanged_of(agreed: Reduced, swap: Swap, seconds: float) -> Exchanged:
+    """What came of an exchange, from what `Rounds.exchange` returned after so many seconds."""
+    weights = dict(zip(agreed.members, agreed.weights, strict=True))
+    return Exchanged(
+        plan=agreed.plan,
+        attempts=agreed.attempts,
+        bytes_sent=swap.bytes_sent,
+        bytes_received=swap.bytes_received,
+        seconds=seconds,
+        partner=swap.partner,
+        values=swap.theirs,
+        ours=swap.ours,
+        weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
+        problem=swap.problem,
+    )
 
 
-async def _broadcast(peer: PeerId, block: Block | None, rounds: Rounds, number: int) -> Broadcasted:
-    gathered = await _gather(peer, block, rounds, number)
+def gathered_of(reduced: Reduced) -> Gathered:
+    """What came of a gather, from what `Rounds.gather` or `Rounds.fetch_result` returned."""
+    return Gathered(blocks=blocks_of(reduced), **_costs(reduced))
+
+
+async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
+    return gathered_of(await rounds.gather(number, block_bytes(block)))
+
+
+async def _broadcast(block: Block | None, rounds: Rounds, number: int) -> Broadcasted:
+    gathered = await _gather(block, rounds, number)
     for source, data in gathered.blocks.items():
         return Broadcasted(source=source, data=data, **_costs(gathered))
     raise RoundAborted("nobody who took part has what is to be broadcast")

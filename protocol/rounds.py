@@ -215,7 +215,7 @@ class Rounds:
     # Taking part.
 
     async def all_reduce(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, part: str = ""
     ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
 
@@ -224,6 +224,7 @@ class Rounds:
             values: 1-D fp32 on the CPU, at least one element. Not changed, and not to be changed meanwhile.
             weight: What our values count; 0 to take part without contributing.
             digest: Of the state that the values belong to, that is, revision - 1.
+            part: Names what the values are a part of, if not all rounds are about the same values.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
@@ -237,7 +238,7 @@ class Rounds:
             raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
         offer = self._offer("reduce", revision, len(values), weight, digest)
         try:
-            encoded = await self._contributor.encode(values)
+            encoded = await self._contributor.encode(values, part)
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
             offer, encoded = attrs.evolve(offer, weight=0.0, signature=None), memoryview(b"")
@@ -248,7 +249,7 @@ class Rounds:
             counted = self._endpoint.peer_id in reduced.contributors
         finally:
             self._contributor.finished(counted=counted)
-        return reduced
+        return attrs.evolve(reduced, counted=counted)
 
     async def gather(self, revision: int, block: torch.Tensor | None, *, digest: bytes = NO_DIGEST) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds every member's block.
@@ -267,7 +268,8 @@ class Rounds:
             raise ValueError(f"a block has at most {self._max_block} bytes, not {size}")
         values = torch.empty(0, dtype=torch.uint8) if block is None else block
         offer = self._offer("gather", revision, size, weight, digest)
-        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        reduced = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        return attrs.evolve(reduced, counted=self._endpoint.peer_id in reduced.contributors)
 
     async def exchange(
         self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, pairing: Pairing

@@ -278,8 +278,8 @@ def test_local_steps_do_not_wait_for_an_exchange_that_is_under_way():
             self.gate.wait()
             return self.peer.all_reduce(*arguments, **options)
 
-        def barrier(self, **options):
-            return self.peer.barrier(**options)
+        def gather(self, block, **options):
+            return self.peer.gather(block, **options)
 
     slow = Slow(LocalSwarm(1).peers[0])
     model = make_model()
