@@ -22,6 +22,7 @@ import trio
 
 from dht import DHT, members_key
 from peer.chain import Tip
+from protocol.awake import Awake
 from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError, WrongSwarmKey
 from protocol.identity import PeerId
@@ -192,6 +193,7 @@ class Membership:
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
         # Those of them who were here a moment ago, or are with others, and until when they are worth waiting for.
+        self._awake = Awake()
         self._awaited: dict[PeerId, float] = {}
         self._avoided: dict[PeerId, float] = {}  # until when
         self._former: dict[PeerId, bool] = {}  # members that were lost
@@ -259,6 +261,10 @@ class Membership:
         """Peers that may be members in a moment: whoever was connected, or is connected to another member."""
         now = trio.current_time()
         return sorted(peer for peer, until in self._awaited.items() if until > now)
+
+    def woken(self) -> bool:
+        """Whether this process was stopped, and went on a moment ago: whom it has lost may be there all the same."""
+        return self._awake.lately
 
     def better(self, *, branched: PeerId | None = None) -> Member | None:
         """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
@@ -350,6 +356,7 @@ class Membership:
             with self._endpoint.watch() as events:
                 self._dht.publish(members_key(self._run), b"member", ttl=RECORD_TTL)
                 nursery.start_soon(self._search)
+                nursery.start_soon(self._awake.run)
                 task_status.started()
                 async for event in events:
                     if isinstance(event, PeerLost):

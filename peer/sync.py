@@ -55,7 +55,12 @@ SLOW = 5.0
 """Seconds after which a donor that has nothing else to do is asked for what another donor has not delivered yet."""
 
 HISTORY_RATE = 1 << 16
-"""Bytes per second that a history comes with at least; one that is slower is given up."""
+"""Bytes per second that a history, or a description, comes with at least; one that is slower is given up."""
+
+LEAST_RATE = 1 << 12
+"""The same for ranges, of which a line may be all that there is."""
+
+_PATIENCE = 10.0  # seconds beyond what that takes
 
 _CHUNK = 1 << 18  # bytes of links
 
@@ -291,11 +296,8 @@ async def fetch_history(
     known = () if ours is None else ours.landmarks()
     async with endpoint.open(donor, HistoryRequest(run, tip.digest, known), bulk=True) as stream:
         reply = await stream.receive(HistoryReply, timeout=10.0)
-        data, limit = bytearray(reply.length), 10.0 + reply.length / HISTORY_RATE
-        with trio.move_on_after(limit) as scope:
-            await stream.receive_into(memoryview(data))
-        if scope.cancelled_caught:
-            raise RequestTimeout(f"{donor.short} did not send its history of {reply.length} bytes within {limit:.0f} s")
+        data = bytearray(reply.length)
+        await _receive(stream, data, HISTORY_RATE, "its history")
     return await compute(partial(verified, ours, reply.start.header(run), bytes(data), tip, rules))
 
 
@@ -466,11 +468,20 @@ async def _describe(
             raise ProtocolError(f"peer {donor} has other buffers than our recipe")
         length = elements * 4 * (1 + len(said.buffers))
         raw = bytearray(32 * max(1, -(-length // merkle.LEAF)))
-        await stream.receive_into(memoryview(raw))
+        await _receive(stream, raw, HISTORY_RATE, "its description")
     leaves = tuple(bytes(raw[start : start + 32]) for start in range(0, len(raw), 32))
     if merkle.root(leaves) != header.root and not own:
         raise ProtocolError(f"peer {donor} sent Merkle leaves that do not have the state's root")
     return leaves
+
+
+async def _receive(stream: Stream, buffer: bytearray, rate: int, what: str) -> None:
+    """Fills the buffer. Who sends a little now and then does not count as stalled, but has a time to finish."""
+    limit = _PATIENCE + len(buffer) / rate
+    with trio.move_on_after(limit) as scope:
+        await stream.receive_into(memoryview(buffer))
+    if scope.cancelled_caught:
+        raise RequestTimeout(f"{stream.peer.short} did not send {what} of {len(buffer)} bytes within {limit:.0f} s")
 
 
 async def _fetch_range(
@@ -483,7 +494,7 @@ async def _fetch_range(
         reply = await stream.receive(RangeReply, timeout=10.0)
         if reply.length != length:
             raise ProtocolError(f"peer {donor} offered {reply.length} bytes for range {leaf}, which has {length}")
-        await stream.receive_into(memoryview(buffer))
+        await _receive(stream, buffer, LEAST_RATE, f"range {leaf}")
     if merkle.leaf(buffer) != expected:
         raise ProtocolError(f"peer {donor} sent bytes for range {leaf} that do not have its hash")
     offset = 0

@@ -51,6 +51,13 @@ class Attempt(Protocol):
         """The result, once `complete`."""
         ...
 
+    def waiting(self, peer: PeerId) -> float | None:
+        """For how many seconds nothing has come in, and it was not clear why, if there is nothing to send to a member.
+
+        None if there is, or all has been sent: then what it lacks is on its way.
+        """
+        ...
+
     def abort(self) -> None:
         """Ends the attempt; its streams are reset."""
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import trio
 
 from protocol.attempt import Attempt
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
-from protocol.endpoint import Endpoint
+from protocol.endpoint import Endpoint, Stream
+from protocol.errors import RequestRefused, ShoalError
 from protocol.gather_transfer import GatherTransfer
+from protocol.identity import PeerId
 from protocol.member import Work
 from protocol.metering import Meter
 from protocol.plan import Plan
+from protocol.round_messages import Waiting, Waits
 from protocol.swap import Swap
 from protocol.transfer import RingInbox, Transfer
 from protocol.vectors import VectorPool
@@ -39,13 +44,17 @@ class Attempts:
         """Attempts and swaps whose data is being moved."""
         self.reducing = 0.0
         """Seconds that the last complete one took."""
+        self._pace = 0.0  # bytes per second that came in meanwhile
+        self._current: dict[bytes, Attempt] = {}
 
     def make(self, plan: Plan, work: Work) -> Attempt:
         """An attempt at a plan that we have accepted, with what we bring to the round. It has to be `run`."""
         endpoint, inbox, times = self._endpoint, self._inbox, self._times
         if plan.operation != "reduce":
             block = work.values if plan.operation == "gather" else torch.empty(0, dtype=torch.uint8)
-            return GatherTransfer(plan, block, endpoint=endpoint, inbox=inbox, times=times)
+            return GatherTransfer(
+                plan, block, endpoint=endpoint, inbox=inbox, times=times, pace=self._pace, ask=partial(self._ask, plan)
+            )
         assert work.last is None or isinstance(work.last, Transfer)
         return Transfer(
             plan,
@@ -55,17 +64,46 @@ class Attempts:
             times=times,
             encoded=work.encoded,
             memory=self.vectors,
+            pace=self._pace,
+            ask=partial(self._ask, plan),
             previous=work.last,
         )
 
-    async def run(self, attempt: Attempt | Swap) -> None:
+    async def run(self, attempt: Attempt) -> None:
         """Until it is over, well or not."""
+        started, plan_id = trio.current_time(), attempt.plan.id
+        self._current[plan_id] = attempt
+        try:
+            await self._accompanied(attempt)
+        finally:
+            del self._current[plan_id]
+        if attempt.complete:
+            self.reducing = trio.current_time() - started
+            self._pace = attempt.bytes_received / max(self.reducing, 1e-9)
+
+    async def swap(self, swap: Swap) -> None:
+        """The same for a swap."""
+        await self._accompanied(swap)
+
+    async def _accompanied(self, one: Attempt | Swap) -> None:
         self.going_on += 1
-        started = trio.current_time()
         try:
             with self._courtesy.first(), self._meter.during():
-                await attempt.run()
-            if not isinstance(attempt, Swap) and attempt.complete:
-                self.reducing = trio.current_time() - started
+                await one.run()
         finally:
             self.going_on -= 1
+
+    async def answer(self, question: Waiting, stream: Stream) -> Waits:
+        """Whether we are waiting ourselves, for a member that gets nothing from us."""
+        attempt = self._current.get(question.plan_id)
+        if attempt is None or stream.peer not in attempt.plan.members:
+            raise RequestRefused("no such plan here", code="unknown_plan")
+        await trio.lowlevel.checkpoint()
+        return Waits(attempt.waiting(stream.peer))
+
+    async def _ask(self, plan: Plan, peer: PeerId) -> float | None:
+        try:
+            question = Waiting(plan.run, plan.tag, plan.id)
+            return (await self._endpoint.request(peer, question, (Waits,), timeout=self._times.quiet)).silent
+        except ShoalError:
+            return None

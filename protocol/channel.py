@@ -252,8 +252,9 @@ class SecureChannel:
             self._paced.pace(rate, unsent)
 
     def release(self) -> None:
-        """Give back memory that is kept for large writes: none is expected soon."""
+        """Give back memory that is kept for large writes and reads: none are expected soon."""
         self._writer.release()
+        self._reader.release()
 
     async def aclose(self) -> None:
         """Close the connection. May be called again."""

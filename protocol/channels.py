@@ -217,6 +217,9 @@ class _Group:
     def arriving(self) -> Collection[PeerId]:
         return self._group.intersection(self._roster.arriving())
 
+    def woken(self) -> bool:
+        return self._roster.woken()
+
     def knows(self, peer: PeerId) -> bool:
         return peer in self._group and self._roster.knows(peer)
 

@@ -22,7 +22,7 @@ from protocol.errors import (
     ProtocolError,
     ShoalError,
 )
-from protocol.frames import MAX_RECORD
+from protocol.frames import RECORD
 from protocol.lane_policy import MAX_LANES
 from protocol.lanes import Dial, Lanes
 from protocol.liveness import Progress, Pulse
@@ -43,12 +43,13 @@ from protocol.mux_stream import (
     Retired,
     Stopped,
 )
+from protocol.pacing import Senders
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
 
-_SMALLEST_WRITE = MAX_RECORD
-LARGEST_WRITE = 32 * MAX_RECORD
+_SMALLEST_WRITE = RECORD
+LARGEST_WRITE = 32 * RECORD
 """Bytes of plaintext in one write, at most."""
 # One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
 # halve the cost per byte, which only matters on links that take them in no time.
@@ -58,6 +59,7 @@ _WRITE_TIMEOUT = 30.0
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _WORK_AT_ONCE = 256
+_WORK_COUNTED = 16  # frames that are counted together
 _TASK = 1 << 14  # bytes of objects that serving a request takes, about
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
@@ -113,6 +115,7 @@ class Connection:
         upload: The bucket for bulk data sent, shared by all connections.
         download: The one for bulk data received.
         dial: How lanes are dialled; None if there can be none.
+        senders: Of bulk data: all connections that may share a line.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Connection:
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
         dial: Dial | None = None,
+        senders: Senders | None = None,
     ) -> None:
         self.peer = channel.peer_id
         self.channel = channel
@@ -149,7 +153,8 @@ class Connection:
             limits=MuxLimits(limits.max_streams, _window(limits)),
             memory=memory,
         )
-        self.lanes = Lanes(self, dial, limit=limits.max_lanes, most_kept=2 * _window(limits))
+        senders = senders or Senders()
+        self.lanes = Lanes(self, dial, limit=limits.max_lanes, most_kept=2 * _window(limits), senders=senders)
         self._patience = TokenBucket(_WORK_PER_SECOND)
         self._worked = 0  # of the mux's work, what patience was spent for
         self._streams: dict[int, Stream] = {}
@@ -278,6 +283,11 @@ class Connection:
         return self.channel.bytes_sent + self.lanes.bytes_sent
 
     @property
+    def carried(self) -> float:
+        """Bytes per second that the way has carried at most lately; 0 where nothing is known."""
+        return self.lanes.pacer.carried
+
+    @property
     def bytes_received(self) -> int:
         """Bytes from the wire so far, lanes included."""
         return self.channel.bytes_received + self.lanes.bytes_received
@@ -304,20 +314,25 @@ class Connection:
         self._ended(self)
 
     async def _read(self) -> None:
+        channel, mux = self.channel, self.mux
         try:
             while self.failure is None:
-                await self.channel.fill()
+                await channel.fill()
                 self._pulse.heard(trio.current_time())
                 while self.failure is None:
-                    room = self.mux.room()
-                    if room and (count := self.channel.take_into(room)):
-                        await self.hand_over(self.mux.placed(room[:count]))
-                    elif (record := self.channel.take()) is not None:
-                        await self.hand_over(self.mux.receive(record))
-                        if self.mux.work - self._worked >= _WORK_AT_ONCE:
-                            await self.rest()
-                    else:
+                    room = mux.room()
+                    if room and (count := channel.take_into(room)):
+                        if events := mux.placed(room[:count]):
+                            await self.hand_over(events)
+                        if count == len(room) or self.failure is not None:
+                            continue
+                    record = channel.take()  # if there was room, it is not for this one
+                    if record is None:
                         break
+                    if events := mux.receive(record):
+                        await self.hand_over(events)
+                    if mux.work - self._worked >= _WORK_AT_ONCE:
+                        await self.rest()
                 await self.rest()
         except PeerGone as error:
             self._end(error)
@@ -327,9 +342,8 @@ class Connection:
     async def rest(self) -> None:
         """After some records: whoever floods us waits, so that others get their turn."""
         self._end_if_done()
-        if self.mux.urgent or self.mux.bulk_waiting:
-            self.kick()
-        if self.mux.work == self._worked:
+        self.kick()
+        if self.mux.work - self._worked < _WORK_COUNTED:
             return
         now = trio.current_time()
         self._patience.spend(self.mux.work - self._worked, now)
@@ -396,7 +410,8 @@ class Connection:
                 while await self._until_writable():
                     started = trio.current_time()
                     allowance = budget if self.upload is None else self.upload.level(started)
-                    batch = self.mux.take(budget, max(0, allowance))
+                    record = self.lanes.longest_record(min(budget, allowance))
+                    batch = self.mux.take(budget, max(0, allowance), record)
                     if self.upload is not None:
                         self.upload.spend(batch.bulk, started, self)
                     self.lanes.on_bulk(batch.bulk)
@@ -418,7 +433,7 @@ class Connection:
         """The size of the next write, after one that took so long. From time to time, decides the rate too."""
         self.lanes.pace()
         if burst := self.lanes.pacer.burst:
-            whole = burst // MAX_RECORD * MAX_RECORD
+            whole = burst // RECORD * RECORD
             return min(whole or burst, LARGEST_WRITE)
         return _adapted(budget, seconds)
 
@@ -500,5 +515,5 @@ def _adapted(budget: int, seconds: float) -> int:
     if seconds < quick:
         return min(2 * budget, LARGEST_WRITE)
     if seconds > slow:
-        return max(budget // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST_WRITE)
+        return max(budget // 2 // RECORD * RECORD, _SMALLEST_WRITE)
     return budget

@@ -8,9 +8,9 @@ Phases:
 - *collecting*: from the first ready peer until all live ones are, or the grace time is over;
 - *running*: a plan is out. It ends well when every member holds the result. When a member is lost or reports a failure
   before anybody holds the result, the others halt and say which parts they hold, and the next plan goes out without the
-  culprit and salvages these parts (but if all others are lost at once, we collect again); when somebody holds the
-  result already, the plan is called off and the others fetch it. Every attempt has a time limit and every failed one
-  costs a member, so a round ends;
+  culprit and salvages these parts (but if all others are lost at once, or we were away, we collect again); when
+  somebody holds the result already, the plan is called off and the others fetch it. Every attempt has a time limit and
+  every failed one costs a member, so a round ends;
 - *over*: `holder` names a peer with the result, and whoever is still here is sent there.
 """
 
@@ -56,6 +56,9 @@ class RoundTimes:
     """What the coordinator waits beyond the grace that it announces: time to compute and to deliver a contribution."""
     stall: float = attrs.field(default=10.0, validator=gt(0))
     """A peer from which nothing came for so long, although it should have, counts as failed."""
+    quiet: float = attrs.field(default=3.0, validator=gt(0))
+    """The same while data is carried that usually comes quickly; what has come so far decides between the two, see
+    `protocol.silence`."""
     settle: float = attrs.field(default=1.0, validator=gt(0))
     """How long further reports are gathered after the first one that an attempt failed. More than a round trip."""
     poll: float = attrs.field(default=0.5, validator=gt(0))
@@ -68,6 +71,11 @@ class RoundTimes:
     """Results that are kept for peers that missed them."""
     patient: bool = True
     """Whether members that are behind are waited for beyond the grace time."""
+
+    @property
+    def window(self) -> float:
+        """For how long a window is open for those who are not ready."""
+        return self.grace + self.slack
 
     def transfer(self, length: int) -> float:
         """Longest that a transfer of `length` fp32 elements may take."""
@@ -113,6 +121,8 @@ class View:
     rank: int
     base: bytes | None
     """Digest of our own state before the round; None if we are not there yet."""
+    woken: bool = False
+    """This process was stopped, and went on a moment ago."""
     patience: float = 0.0
     """Seconds that a round goes on for members that say they are `late`: as long as the last one took to reduce."""
 
@@ -184,7 +194,7 @@ class Coordinator:
         self.plan = self.closes = self.holder = None
         self._enough = True  # are ready, as far as we knew when we last looked
         self._blamed: set[PeerId] = set()
-        self._alone = False  # we have lost all others once
+        self._alone = False  # we have lost all others once, or were away
         self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
         self._answers: dict[PeerId, Answer] = {}
         self._refusals: Counter[PeerId] = Counter()
@@ -213,6 +223,15 @@ class Coordinator:
     def collecting(self) -> bool:
         """Whether the window is open."""
         return self.closes is not None and self.plan is None and self.holder is None
+
+    @property
+    def load(self) -> int:
+        """What the plan that is out takes, see `Plan.load`, or else one for all who are ready."""
+        if self.plan is not None:
+            return self.plan.load
+        loads = [load(candidate.operation, candidate.length) for candidate in self._candidates.values()]
+        gathering = any(candidate.operation == "gather" for candidate in self._candidates.values())
+        return sum(loads) if gathering else max(loads, default=0)
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""
@@ -407,9 +426,9 @@ class Coordinator:
     def _lines(self, fit: dict[PeerId, Candidate], operation: Operation, length: int) -> Lines:
         """The lines of the candidates, in the order in which they make the fastest ring.
 
-        Where no order is better than others, it is another one in each round.
+        Where no order is better than others, it stays the same: connections that have carried data know their way.
         """
-        members = coordinators(self._run, self._revision, fit, tag=self._tag)
+        members = coordinators(self._run, 0, fit, tag=self._tag)
         lines = lines_of(members, {peer: fit[peer].rates for peer in members})
         nbytes = make_codec(self._codec).encoded_size(length) if operation == "reduce" else length / 2
         return lines.reordered(ring_order(lines, nbytes))
@@ -467,9 +486,9 @@ class Coordinator:
             self._finish(min(self._holders))
         elif now < (self._halts or 0.0) and self._left(plan) - self._halted:
             pass
-        elif others and self._lost == others and not self._alone:
-            # Whoever loses everybody has perhaps been away itself: it opens the window again, once a round. Connections
-            # that broke meanwhile are found broken one after the other.
+        elif others and (view.woken or self._lost == others) and not self._alone:
+            # Whoever loses everybody has perhaps been away itself, as whoever has been away may have lost some: it
+            # opens the window again, once a round. Connections that broke meanwhile are found broken one by one.
             blamed = self._blamed - set(plan.members)
             self._reset()
             self._blamed, self._alone = blamed, True

@@ -140,11 +140,6 @@ class Direct(Reduction):
         arriving = self._arriving[source] = self._spare.pop()
         return arriving[: self._codec.encoded_size(segment.stop - segment.start)]
 
-    def shared(self, source: int) -> int:
-        # A slow member sends to all owners side by side, and every sum waits for its values; these wait for nothing.
-        waits = not self._incoming[source][self._next[source]].add
-        return len(self.sinks) * self._codec.encoded_size(self._piece) if waits else 0
-
     @property
     def standing(self) -> int:
         # Whoever lacks values knows whose; whoever lacks sums only cannot tell why.

@@ -39,6 +39,7 @@ from protocol.introduction import Introductions, theirs_of
 from protocol.keyring import Keyring
 from protocol.lanes import greet
 from protocol.links import Link, Links, PathChanged, PeerConnected, PeerEvent, PeerLost, PeerStatistics
+from protocol.pacing import Senders
 from protocol.punch import Observer, Puncher
 from protocol.rate import TokenBucket
 from protocol.relay import Relay, RelayedStream
@@ -86,11 +87,10 @@ class Endpoint:
         self._transport = transport
         self._introductions = Introductions(identity, psk, self._describe)
         self._limits = limits or Limits()
-        self._instance = rng.randbytes(8)
-        self._dialled = 0
+        self._instance, self._dialled = rng.randbytes(8), 0
         self._upload = None if self._limits.max_upload is None else TokenBucket(self._limits.max_upload)
         self._download = None if self._limits.max_download is None else TokenBucket(self._limits.max_download)
-        self._handlers = Handlers()
+        self._handlers, self._senders = Handlers(), Senders()
         self._announce = announce
         self.mapped: Address | None = None
         """Set this to a gateway's address that leads to ours; new connections tell others."""
@@ -540,6 +540,7 @@ class Endpoint:
             upload=None if relayed else self._upload,
             download=None if relayed else self._download,
             dial=None if relayed else self._transport.dial,
+            senders=self._senders,
         )
         self._connections[connection] = None
         self._running().start_soon(self._run_connection, connection)

@@ -12,8 +12,13 @@ from typing import TypeAlias
 
 from protocol.errors import ProtocolError
 
-MAX_RECORD = 65_519
-"""Bytes of the longest record: what a Noise transport message can hold."""
+RECORD = 1 << 16
+"""Bytes of a record, if there is enough to send: at most of frames, and of what lanes may carry again."""
+
+MAX_RECORD = 1 << 19
+"""Bytes of the longest record. Only raw ones are longer than `RECORD`, where the line is known to be fast."""
+
+_OF_A_WRITE = 4  # records that a write is made of, if they may be longer
 
 HEADER = struct.Struct(">BBHI")
 U32 = struct.Struct(">I")
@@ -88,6 +93,8 @@ def unpack(record: memoryview, position: int) -> tuple[Kind, int, int, memoryvie
     start = position + HEADER.size
     if start > len(record):
         raise ProtocolError("a record does not end with a whole frame")
+    if len(record) > RECORD:
+        raise ProtocolError("a record with more frames than are allowed")
     number, flags, length, stream = HEADER.unpack_from(record, position)
     if length > len(record) - start:
         raise ProtocolError("a frame is longer than its record")
@@ -146,10 +153,20 @@ def unpack_goodbye(flags: int, payload: memoryview) -> tuple[str, bytes]:
     return unpack_text(payload[size:]), bytes(payload[:size])
 
 
-class Packer:
-    """Packs frames, and bodies announced by them, into records."""
+def record_size(write: int) -> int:
+    """How long raw records may be in a write of so many bytes, which follows from the line's rate: a quarter of it."""
+    return max(RECORD, min(write // _OF_A_WRITE // RECORD * RECORD, MAX_RECORD))
 
-    def __init__(self) -> None:
+
+class Packer:
+    """Packs frames, and bodies announced by them, into records.
+
+    Args:
+        record: Bytes of a raw record, see `record_size`.
+    """
+
+    def __init__(self, record: int) -> None:
+        self._record = record
         self.records: list[Buffer] = []
         self.size = 0
         self._frames = bytearray()
@@ -157,16 +174,22 @@ class Packer:
     def add(self, frame: Buffer, payload: Buffer = b"") -> None:
         """Appends a frame, given as a whole or as header and payload."""
         length = len(frame) + len(payload)
-        if len(self._frames) + length > MAX_RECORD:
+        if len(self._frames) + length > RECORD:
             self.flush()
         self._frames += frame
         self._frames += payload
         self.size += length
 
-    def add_body(self, body: memoryview) -> None:
-        """Appends raw records, by reference. The frame that announces them was added last."""
+    def add_body(self, body: memoryview, *, piece: bool = False) -> None:
+        """Appends raw records, by reference. The frame that announces them was added last.
+
+        Args:
+            body: The bytes.
+            piece: They may be carried again, and have to be cut in the same way then.
+        """
         self.flush()
-        self.records.extend(body[start : start + MAX_RECORD] for start in range(0, len(body), MAX_RECORD))
+        record = RECORD if piece else self._record
+        self.records.extend(body[start : start + record] for start in range(0, len(body), record))
         self.size += len(body)
 
     def flush(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 
 import torch
 import trio
@@ -17,6 +18,7 @@ from protocol.plan import Plan
 from protocol.round_messages import GatherBlock, RingData
 from protocol.salvage import Holding
 from protocol.transfer import RingInbox
+from protocol.watch import Watch, received
 
 
 class GatherTransfer:
@@ -25,10 +27,19 @@ class GatherTransfer:
     Args:
         plan: The accepted plan, which includes this peer.
         block: This peer's block; only read.
+        pace: As for `Transfer`, as is `ask`.
     """
 
     def __init__(
-        self, plan: Plan, block: torch.Tensor, *, endpoint: Endpoint, inbox: RingInbox, times: RoundTimes
+        self,
+        plan: Plan,
+        block: torch.Tensor,
+        *,
+        endpoint: Endpoint,
+        inbox: RingInbox,
+        times: RoundTimes,
+        pace: float,
+        ask: Callable[[PeerId], Awaitable[float | None]],
     ) -> None:
         self.plan = plan
         self.settled = trio.Event()
@@ -39,6 +50,9 @@ class GatherTransfer:
         self._place = plan.members.index(endpoint.peer_id)
         self._gather = Gather(plan, self._place, block)
         self._progress = trio.Event()
+        self._pace, self._ask = pace, ask
+        self._watch: Watch | None = None
+        self._sent = 0
         self._scope = trio.CancelScope()
 
     @property
@@ -61,6 +75,12 @@ class GatherTransfer:
         """All blocks one after the other, once `complete`."""
         return self._gather.values
 
+    def waiting(self, peer: PeerId) -> float | None:
+        """See `Attempt.waiting`."""
+        right = self.plan.members[(self._place + 1) % len(self.plan.members)]
+        starved = peer == right and self._sent == self._gather.sendable < self._gather.outgoing
+        return self._watch.silent if starved and self._watch is not None else None
+
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
         self._scope.cancel()
@@ -78,9 +98,20 @@ class GatherTransfer:
             if self._gather.complete:
                 self.settled.set()
                 return
+            left = members[self._place - 1]
+            watch = self._watch = Watch(
+                (0,),
+                times=self._times,
+                pace=self._pace,
+                ask=lambda _: self._ask(left),
+                line=lambda _: received(self._endpoint, left),
+            )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send, members[(self._place + 1) % len(members)])
-                nursery.start_soon(self._receive, members[self._place - 1])
+                nursery.start_soon(self._receive, left, watch)
+                if (stuck := await watch.run()) is not None:
+                    self._fail(left, stuck[1])
+        self._watch = None  # it refers to us
         if trio.current_time() >= self._scope.deadline:
             self._fail(members[self._place - 1], "the attempt took too long")
 
@@ -97,34 +128,33 @@ class GatherTransfer:
                         await stream.send(GatherBlock(piece.place))
                     await stream.send_bytes(gather.data(piece))
                     self.bytes_sent += piece.stop - piece.start
+                    self._sent = number + 1
                 await stream.finish()
         except ShoalError as error:
             self._fail(right, str(error))
 
-    async def _receive(self, left: PeerId) -> None:
-        gather, stall = self._gather, self._times.stall
-        arrival = None
+    async def _receive(self, left: PeerId, watch: Watch) -> None:
+        gather, arrival = self._gather, None
         try:
-            with trio.fail_after(stall):
-                arrival = await self._inbox.take(self.plan.id, left)
+            arrival = await self._inbox.take(self.plan.id, left)
+            watch.begun(0, arrival.stream)
             while not gather.complete:
                 piece = gather.expected
-                if piece.first and (await arrival.stream.receive(GatherBlock, timeout=stall)).place != piece.place:
+                if piece.first and (await arrival.stream.receive(GatherBlock)).place != piece.place:
                     raise ProtocolError(f"{left.short} sent a block out of turn")
                 target = gather.data(piece)
-                with trio.fail_after(stall):
-                    await arrival.stream.receive_into(target)
+                await arrival.stream.receive_into(target)
                 self.bytes_received += target.nbytes
+                watch.came(0, target.nbytes + piece.first)
                 gather.filled()
                 self._progress.set()
+            watch.over(0)
             self.settled.set()
             # Closing before the left neighbour has finished would look to it as if we had given up.
             with contextlib.suppress(StreamReset, RequestTimeout):
-                await arrival.stream.receive(GatherBlock, timeout=stall)
-        except trio.TooSlowError:
-            self._fail(left, f"nothing came from {left.short} for {stall:g} s")
-            await trio.sleep_forever()
+                await arrival.stream.receive(GatherBlock, timeout=self._times.stall)
         except ShoalError as error:
+            watch.over(0)
             self._fail(left, str(error))
             await trio.sleep_forever()
         finally:

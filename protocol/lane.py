@@ -15,7 +15,7 @@ import trio
 
 from protocol.channel import LANE_OPENING, SecureChannel, receive_exactly
 from protocol.errors import HandshakeError, PeerGone, ProtocolError
-from protocol.frames import MAX_RECORD
+from protocol.frames import RECORD
 from protocol.mux import Mux
 from protocol.mux_stream import Event, Intake, MuxStream
 from protocol.noise import CipherState, derive_ciphers
@@ -30,8 +30,8 @@ STALL = 5.0
 """Seconds after which a lane is lost on which nothing that it carries has arrived."""
 
 _CALL = struct.Struct(f">{TOKEN_SIZE}sI{NONCE_SIZE}s")
-_SMALLEST = MAX_RECORD
-LARGEST_PIECE = 16 * MAX_RECORD
+_SMALLEST = RECORD
+LARGEST_PIECE = 16 * RECORD
 """Bytes of a piece at most."""
 
 _WRITE_SECONDS = (0.01, 0.05)  # one piece should take about this long
@@ -326,4 +326,4 @@ class Lane:
         if seconds < quick:
             self._size = min(2 * self._size, LARGEST_PIECE)
         elif seconds > slow:
-            self._size = max(self._size // 2 // MAX_RECORD * MAX_RECORD, _SMALLEST)
+            self._size = max(self._size // 2 // RECORD * RECORD, _SMALLEST)

@@ -15,10 +15,11 @@ import trio
 
 from protocol.channel import LANE_OPENING, SecureChannel, receive_exactly
 from protocol.errors import HandshakeError, PeerGone, PeerUnreachable
+from protocol.frames import MAX_RECORD, RECORD, record_size
 from protocol.lane import LARGEST_PIECE, Lane, LaneOwner, answer_call, call, read_call, token_of
 from protocol.lane_policy import MAX_LANES, LanePolicy, Traffic
 from protocol.mux_stream import Acknowledged
-from protocol.pacing import LARGEST_BURST, SMALLEST_BURST, Pacer
+from protocol.pacing import LARGEST_BURST, SMALLEST_BURST, Pacer, Senders
 from protocol.transport import Address, ByteStream, LineState
 
 TICK = 0.25
@@ -61,13 +62,14 @@ class Lanes:
         dial: How to dial; None if there can be no lanes.
         limit: The most lanes.
         most_kept: Bytes that may be on their way on all lanes.
+        senders: All connections that may share a line.
     """
 
-    def __init__(self, main: Main, dial: Dial | None, *, limit: int, most_kept: int) -> None:
+    def __init__(self, main: Main, dial: Dial | None, *, limit: int, most_kept: int, senders: Senders) -> None:
         self.token = token_of(main.channel.secret)
         """What the other side calls this connection by."""
         self._main = main
-        self._dial = dial
+        self._dial, self._senders = dial, senders
         self._limit = min(limit, MAX_LANES)
         self._most_kept = most_kept
         self._policy = LanePolicy(self._limit)
@@ -98,6 +100,15 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    def longest_record(self, write: int) -> int:
+        """Bytes that a raw record of the connection may have which is part of a write of so many.
+
+        Where nothing is measured, writes may be large just because the system takes them, however slow the line is.
+        """
+        if self._unpaced:
+            return MAX_RECORD
+        return record_size(write) if self.pacer.burst else RECORD
+
     @property
     def bytes_sent(self) -> int:
         """Bytes sent on lanes so far."""
@@ -123,7 +134,7 @@ class Lanes:
     def on_bulk(self, count: int) -> None:
         """So many bytes of bulk data were sent, on whichever connection."""
         self._moved += count
-        if count:
+        if count and self._bulk:
             self._bulk.unpark_all()
 
     def kick(self) -> None:
@@ -168,9 +179,10 @@ class Lanes:
         rates = [state.rate for state in states if state.rate is not None]
         rtt = statistics.median_low([state.rtt for state in states])
         rate = sum(rates) if len(rates) == len(states) else None
-        pacer.update(now, LineState(rtt, acked, rate=rate, limited=any(state.limited for state in states)))
+        path = LineState(rtt, acked, rate=rate, limited=any(state.limited for state in states))
+        pacer.update(now, path, alone=self._senders.alone(self, now))
         for channel in channels:
-            channel.pace(pacer.rate / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
+            channel.pace(pacer.limit / len(channels), max(pacer.unsent // len(channels), SMALLEST_BURST))
 
     def pause(self) -> None:
         """Tells the pacer if there is no bulk data to send, on no connection."""

@@ -228,7 +228,7 @@ class Leadership:
             ProtocolError: It said something that is not allowed.
         """
         peer = line.peer
-        session = Session(line, self._times.stall / 4)
+        session = Session(line, self._times.stall / 4, self._load)
         previous, self._sessions[peer] = self._sessions.get(peer), session
         if previous is not None:
             previous.end()
@@ -253,6 +253,11 @@ class Leadership:
             self.wake()
         if isinstance(session.error, ProtocolError):
             raise session.error
+
+    def _load(self) -> int:
+        """What is going on, here or where we have gone ourselves."""
+        following = self.acceptor.plan
+        return max(self.coordinator.load, 0 if following is None else following.load)
 
     async def _read(self, session: Session) -> None:
         peer, coordinator = session.line.peer, self.coordinator
@@ -307,6 +312,7 @@ class Leadership:
             leading=leading,
             rank=rank,
             base=self._base(),
+            woken=self._roster.woken(),
             patience=self._patience(),
         )
 

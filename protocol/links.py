@@ -57,6 +57,8 @@ class PeerStatistics:
     rtt: float
     bytes_sent: int
     bytes_received: int
+    carried: float
+    """Bytes per second that the way to it has carried at most lately, as our system saw it; 0 if it did not tell."""
     streams: int
     seconds: float
     path: Path
@@ -175,6 +177,7 @@ class Links:
             rtt=connection.rtt,
             bytes_sent=connection.bytes_sent,
             bytes_received=connection.bytes_received,
+            carried=connection.carried,
             streams=connection.streams,
             seconds=trio.current_time() - link.since,
             path=connection.path,

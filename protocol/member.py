@@ -8,7 +8,9 @@ coordinator names.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -18,7 +20,7 @@ from protocol.attempt import Attempt
 from protocol.ballots import Acceptor, Offer, Refusal
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind, Fork, PeerGone, RoundAborted, ShoalError
+from protocol.errors import Behind, Fork, PeerGone, RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Ballot, Plan
 from protocol.rates import Rates
@@ -39,7 +41,11 @@ from protocol.round_messages import (
 )
 from protocol.salvage import Holding
 from protocol.sessions import Line
+from protocol.silence import LEAST
 from protocol.wire import Message
+
+_Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked
+_SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked)
 
 
 class Redirected(ShoalError):
@@ -107,7 +113,10 @@ class Member:
         fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
         keep: Told of the result as soon as it is complete.
         report: Told of attempts that began (no reason) and failed (with a reason).
-        patience: Seconds to wait for a first plan. For news of one that is being carried out, its length decides.
+        load: What is to be done, see `Plan.load`, as far as we know. This decides for how long we wait.
+        most: What we believe if we are told that it is more.
+        size: How many may take part.
+        received: How many bytes have come from the coordinator in all: what it says may have to wait behind others.
     """
 
     def __init__(
@@ -122,11 +131,15 @@ class Member:
         fetch: Callable[[PeerId], Awaitable[Reduced | None]],
         keep: Callable[[Reduced], None],
         report: Callable[[Plan, str | None], None],
-        patience: float,
+        load: int,
+        most: int,
+        size: int,
+        received: Callable[[], int] = lambda: 0,
     ) -> None:
         self._line, self._work, self._acceptor, self._times = line, work, acceptor, times
         self._check, self._begin, self._fetch, self._keep, self._report = check, begin, fetch, keep, report
-        self._patience = patience
+        self._load, self._most, self._size, self._received = load, most, size, received
+        self._patience = 0.0
         self._transfer: Attempt | None = None
         self._reduced: Reduced | None = None
         self._error: ShoalError | None = None
@@ -158,14 +171,11 @@ class Member:
         raise self._error or PeerGone("the coordinator said nothing more")
 
     async def _listen(self) -> None:
-        news = trio.current_time()
+        begun = news = trio.current_time()
         while True:
-            # A coordinator that is stuck says nothing; one that goes on for ever without a plan is no better.
-            timeout = min(self._times.stall, news + self._patience - trio.current_time())
-            message = await self._line.receive(
-                Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked, timeout=max(0.0, timeout)
-            )
+            message = await self._hear(self._deadline(begun, news))
             if isinstance(message, Queued):
+                self._load = max(self._load, min(message.load, self._most))
                 continue
             news = trio.current_time()
             match message:
@@ -183,6 +193,28 @@ class Member:
                 case Forked(base):
                     offer = self._work.offer
                     raise Fork(self._line.peer, offer.revision - 1, ours=offer.base, theirs=base)
+
+    def _deadline(self, begun: float, news: float) -> float:
+        """Until when we wait for something new, having begun then and heard something new then."""
+        times = self._times
+        if times.quorum > 1 and not self._patience:  # there is no telling when so many are ready
+            return math.inf
+        # For news of a plan that is being carried out we wait as that one takes.
+        patience = self._patience or times.window + times.attempt(self._load, self._size)
+        if times.quorum > 1:
+            return news + patience
+        # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
+        return min(news + patience, begun + 2 * (times.window + 2 * times.attempt(2 * self._load, self._size)))
+
+    async def _hear(self, deadline: float) -> _Said:
+        """The next message. A coordinator that is stuck says nothing; one that goes on without news is no better."""
+        while True:
+            before, timeout = self._received(), min(self._times.stall, deadline - trio.current_time())
+            try:
+                return await self._line.receive(*_SAID, timeout=max(0.0, timeout))
+            except RequestTimeout:
+                if trio.current_time() >= deadline or self._received() - before < LEAST:
+                    raise
 
     async def _follow(self, plan: Plan) -> None:
         holdings = self._work.holdings if self._transfer is None else self._transfer.holdings()
@@ -202,7 +234,8 @@ class Member:
         # So long the coordinator may work on it, and on collecting members anew if it fails.
         times = self._times
         limit = times.attempt(plan.load, len(plan.members)) + times.stall + times.settle
-        self._patience = limit + times.grace + times.slack
+        self._patience = limit + times.window
+        self._load = max(self._load, min(plan.load, self._most))
         self._nursery.start_soon(self._watch, self._transfer)
         await self._send(Accepted(plan.ballot))
 

@@ -13,6 +13,7 @@ import attrs
 import trio
 from msgspec import Meta
 
+from protocol.awake import Awake
 from protocol.endpoint import Endpoint, PeerConnected, PeerLost, Stream
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import PeerId
@@ -26,6 +27,7 @@ MAX_KNOWN = 256
 _PERIOD = 2.0  # seconds between attempts to connect to those who are missing
 _ATTEMPTS = 10  # in vain, after which a peer is forgotten
 _RETURN = 1.0  # seconds in which one that was lost is connected again, if it was our connections only that broke
+_RETURN_WOKEN = 3.0  # the same if it is certain that they did
 
 
 @attrs.frozen
@@ -73,6 +75,7 @@ class Mesh:
         self._doubted: dict[PeerId, float] = {}  # until when
         self._dialling: set[PeerId | Address] = set()
         self._changed = trio.Event()
+        self._awake = Awake()
         endpoint.handle(MeshHello, self._on_hello)
 
     @property
@@ -91,6 +94,7 @@ class Mesh:
         with self._endpoint.watch() as events:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._seek, nursery)
+                nursery.start_soon(self._awake.run)
                 task_status.started()
                 for peer in self._endpoint.connected:
                     nursery.start_soon(self._greet, peer)
@@ -111,11 +115,16 @@ class Mesh:
         return self.members
 
     def arriving(self) -> Collection[PeerId]:
-        if self._members:
+        if self._members and not self.woken():
             return self._greeting - self._members
         # Whoever has lost everybody has perhaps been away itself. The others may have gone on: one of them will say so.
+        # Of several that were stopped together, each still has the others, so it takes a look at the clock to know.
         now = trio.current_time()
-        return self._greeting.union(peer for peer, until in self._returning.items() if until > now)
+        returning = {peer for peer, until in self._returning.items() if until > now}
+        return self._greeting.union(returning) - self._members
+
+    def woken(self) -> bool:
+        return self._awake.lately
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self._members
@@ -165,7 +174,7 @@ class Mesh:
         if peer in self._members:
             self._members.remove(peer)
             self._missing[peer] = 0
-            self._returning[peer] = trio.current_time() + _RETURN
+            self._returning[peer] = trio.current_time() + (_RETURN_WOKEN if self.woken() else _RETURN)
             self._tell()
 
     def _tell(self) -> None:

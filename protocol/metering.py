@@ -69,5 +69,7 @@ class Meter:
             if known.remote.is_loopback:  # within this machine no line limits anything, and what delays it is load
                 counts[peer] = Count(0, 0, 0.0, False)
             else:
-                counts[peer] = Count(known.bytes_sent, known.bytes_received, known.rtt, known.path == "relayed")
+                counts[peer] = Count(
+                    known.bytes_sent, known.bytes_received, known.rtt, known.path == "relayed", known.carried
+                )
         return counts

@@ -30,8 +30,8 @@ from protocol.frames import (
     FIN,
     HEADER,
     IN_USE,
-    MAX_RECORD,
     PIECE,
+    RECORD,
     U32,
     Buffer,
     Kind,
@@ -66,7 +66,7 @@ FIRST_WINDOW = 1 << 20
 """Bytes that a bulk stream's window has at least, once somebody reads raw bytes from it, if the budget allows."""
 
 _INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
-_TURN = 4 * MAX_RECORD  # the most that a stream sends before it is another one's turn
+_TURN = 4 * RECORD  # the most that a stream sends before it is another one's turn
 _MAX_URGENT = 1 << 17  # bytes of replies for a peer that asks but does not read
 _LAST_ID = 2**32 - 2
 _LAST_OFFSET = 2**63
@@ -85,8 +85,7 @@ class Mux:
         self._limits = limits
         self.memory = memory
         self._streams: dict[int, MuxStream] = {}
-        self._next_id = 1 if initiator else 2
-        self._last_peer_id = 0 if initiator else -1  # theirs are the other parity
+        self._next_id, self._last_peer_id = (1, 0) if initiator else (2, -1)  # theirs are the other parity
         self._urgent: deque[bytes] = deque()
         self._urgent_bytes = 0
         self._credits: dict[int, MuxStream] = {}
@@ -263,16 +262,17 @@ class Mux:
                 self._widen_by(stream, stream.window)
             self._credits[stream.id] = stream
 
-    def take(self, budget: int, bulk: int) -> Batch:
+    def take(self, budget: int, bulk: int, record: int = RECORD) -> Batch:
         """What to send next.
 
         Args:
             budget: Bytes of data after which to stop. Urgent frames are all taken.
             bulk: The most bytes of bulk data.
+            record: Of raw data in one record.
         """
         if self.closed:
             return Batch([], 0, [])
-        records = Packer()
+        records = Packer(record)
         self._take_urgent(records)
         if self._farewell is not None:
             records.add(self._farewell)
@@ -285,7 +285,7 @@ class Mux:
         taken = self._take_data(self._bulk, records, room, progressed)
         while not self.lanes and taken < room and (piece := self.take_piece(min(room - taken, _TURN))) is not None:
             records.add(piece.announcement)
-            records.add_body(memoryview(piece.data))
+            records.add_body(memoryview(piece.data), piece=True)
             self.memory.give(len(piece.data) if piece.copied else 0)
             progressed[piece.stream.id] = piece.stream
             taken += len(piece.data)

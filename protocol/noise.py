@@ -18,7 +18,6 @@ from protocol.errors import HandshakeError, ProtocolError
 
 KEY_SIZE = 32
 TAG_SIZE = 16
-MAX_MESSAGE = 65_535
 
 _MAX_NONCE = 2**64 - 1
 _INTO = hasattr(AESGCM, "encrypt_into") and hasattr(AESGCM, "decrypt_into")  # cryptography >= 47

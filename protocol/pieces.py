@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from protocol.errors import ProtocolError
-from protocol.frames import FIN, HEADER, MAX_RECORD, PIECE, Buffer, Kind
+from protocol.frames import FIN, HEADER, PIECE, RECORD, Buffer, Kind
 
 if TYPE_CHECKING:
     from protocol.mux_stream import MuxStream
@@ -48,7 +48,7 @@ class Piece:
     def records(self) -> list[Buffer]:
         """As a lane carries it."""
         view = memoryview(self.data)
-        body = (view[start : start + MAX_RECORD] for start in range(0, len(view), MAX_RECORD))
+        body = (view[start : start + RECORD] for start in range(0, len(view), RECORD))
         return [self.announcement, *body]
 
 

@@ -4,11 +4,13 @@ Everything here is a pure function of what the members say about their lines (`p
 plan comes out that all can carry out, and in which nobody owns more than `largest_part`. Who lies, or does not know,
 makes rounds slower, and gets no more of the data than a line twice as fast as usual would: more has to be confirmed.
 
-The model. Data of V bytes in n blocks takes, around a ring, 2(n-1)/n · V on each hop, and 2(n-1) steps. A hop is as
-fast as the sender's uplink, the receiver's downlink and the way between them allow, so the order matters where ways
-differ: peers that reach each other through a relay only get others between them. By way of the owners it takes two
-steps, and the owner of the part b of the data moves (1 + (n-2) · b) · V bytes each way: a slow member should own
-little. (Hivemind computes that as a linear program. Here it is a search for the time in which all of V finds an owner.)
+The model. Data of V bytes in n blocks takes, around a ring, 2(n-1)/n · V on each hop, and 2(n-1) steps. What comes in
+is passed on piece by piece, so the latency of a step shows only if all hops together take longer for the first piece
+than the slowest one for all of the blocks. A hop is as fast as the sender's uplink, the receiver's downlink and the way
+between them allow, so the order matters where ways differ: peers that reach each other through a relay only get others
+between them. By way of the owners it takes two steps, and the owner of the part b of the data moves (1 + (n-2) · b) · V
+bytes each way: a slow member should own little. (Hivemind computes that as a linear program. Here it is a search for
+the time in which all of V finds an owner.)
 
 So the owners' way wins where steps take longer than the data, and where members differ. The ring needs fewer streams
 and keeps nothing, so it is taken unless it is slower by `MARGIN`; blocks are equal unless that is slower by `UNEQUAL`.
@@ -28,6 +30,7 @@ from protocol.codecs import block_of, make_codec
 from protocol.identity import PeerId
 from protocol.plan import Plan, largest_part
 from protocol.rates import UNKNOWN, Rates
+from protocol.ring import MOST_PIECES, SMALLEST_PIECE
 
 _Floats: TypeAlias = NDArray[np.float64]
 
@@ -95,8 +98,10 @@ class Lines:
         there, size = np.roll(here, -1, axis=1), here.shape[1]
         if size < 2:
             return np.zeros(len(here))
-        hops = nbytes / self.rates[here, there].min(axis=1) + self.latencies[here, there].sum(axis=1)
-        times: _Floats = 2 * (size - 1) / size * hops
+        blocks, latency = nbytes / size / self.rates[here, there], self.latencies[here, there].sum(axis=1)
+        passing = blocks.sum(axis=1) / _pieces(nbytes / size) + latency  # of a piece, all the way round
+        round_trip = np.maximum(size * blocks.max(axis=1), passing)
+        times: _Floats = 2 * (size - 1) / size * round_trip + latency / size
         return times
 
     def ring_time(self, nbytes: float) -> float:
@@ -145,30 +150,37 @@ class Lines:
         return parts
 
 
+def _pieces(nbytes: float) -> float:
+    """In how many pieces a block of so many bytes travels around a ring, about."""
+    return min(max(nbytes / (4 * SMALLEST_PIECE), 1.0), MOST_PIECES)
+
+
 def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     """The lines of members, by what each says about them; who is missing says nothing.
 
-    A line counts as at most `BELIEVED` times the usual one, unless partners of its owner have measured more.
+    A line is as fast as the fastest way that begins or ends there. It counts as at most `BELIEVED` times the usual one,
+    unless partners of its owner have measured more.
     A way between two counts as slower than their lines if both say so: one alone may have been sharing its line.
     """
     size, reports = len(members), [said.get(peer, UNKNOWN) for peer in members]
-    up = np.array([one.up for one in reports], dtype=np.float64)
-    down = np.array([one.down for one in reports], dtype=np.float64)
-    known = np.concatenate((up, down))
-    usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
-    up, down = (np.where(one > 0, one, usual) for one in (up, down))
     places = {peer: place for place, peer in enumerate(members)}
     heard = [
-        (place, places[partner.peer], partner.sent, partner.received, partner.rtt, partner.relayed)
+        (place, places[partner.peer], partner.sent, partner.received, partner.rtt, partner.relayed, partner.carries)
         for place, one in enumerate(reports)
         for partner in one.partners
         if places.get(partner.peer, place) != place
     ]
-    told = np.array(heard, dtype=np.float64).reshape(-1, 6)
+    told = np.array(heard, dtype=np.float64).reshape(-1, 7)
     pairs = tuple(told[:, :2].astype(np.intp).T)
-    sent, received = np.zeros((size, size)), np.zeros((size, size))
+    sent, received, carries = (np.zeros((size, size)) for _ in range(3))
     rtt, relayed = np.full((size, size), np.inf), np.full((size, size), np.nan)
-    sent[pairs], received[pairs], rtt[pairs], relayed[pairs] = told[:, 2:].T
+    sent[pairs], received[pairs], rtt[pairs], relayed[pairs], carries[pairs] = told[:, 2:].T
+    up = np.array([one.up for one in reports], dtype=np.float64)
+    down = np.array([one.down for one in reports], dtype=np.float64)
+    up, down = np.maximum(up, carries.max(axis=1)), np.maximum(down, carries.max(axis=0))
+    known = np.concatenate((up, down))
+    usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
+    up, down = (np.where(one > 0, one, usual) for one in (up, down))
     up = np.minimum(up, np.maximum(BELIEVED * np.median(up), received.max(axis=0)))
     down = np.minimum(down, np.maximum(BELIEVED * np.median(down), sent.max(axis=0)))
     rtt = np.minimum(rtt, rtt.T) / 1e6
@@ -176,7 +188,7 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     rtt[np.isinf(rtt)] = np.median(finite) if len(finite) else TYPICAL_RTT
     both = (sent > 0) & (received.T > 0)
     needs_relay = np.fmin(relayed, relayed.T) == 1  # of those who say anything, all
-    limit = np.where(both, np.maximum(sent, received.T), np.where(needs_relay, RELAYED, np.inf))
+    limit = np.where(both, np.maximum(np.maximum(sent, received.T), carries), np.where(needs_relay, RELAYED, np.inf))
     rates = np.minimum(np.minimum(up[:, None], down[None, :]), limit)
     return Lines(tuple(members), rates, np.maximum(rtt, _SHORTEST_RTT) / 2 + STEP, up, down)
 

@@ -5,7 +5,9 @@ then. Two looks with enough bytes between them bound a window, and the best that
 what the line can do: one alone may be a buffer that was filled. A better figure counts at once, a worse one only
 little by little: there may just have been nothing to send.
 
-The rate towards a single peer is known only if nearly all bytes went there; else it was a share of the line's.
+The rate towards a single peer is known only if nearly all bytes went there; else it was a share of the line's. But even
+that may be less than the line could do: who waits for others sends no faster than they do. What the system has seen a
+connection carry for a round trip is something that the lines at both ends can do in any case.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Partner:
     rtt: Annotated[int, Meta(ge=0, le=10**8)]
     """Microseconds."""
     relayed: bool
+    carries: Rate = 0
+    """What the way has carried at most lately, for a round trip or longer. It can do that, and perhaps more."""
 
 
 @attrs.frozen
@@ -78,6 +82,8 @@ class Count:
     rtt: float
     """Seconds."""
     relayed: bool
+    carried: float = 0.0
+    """Bytes per second that it has carried at most lately; 0 if nobody knows."""
 
 
 @attrs.define
@@ -160,6 +166,7 @@ class RateMeter:
                     self._rate(peer, False),
                     min(int(1e6 * counts[peer].rtt), 10**8),
                     counts[peer].relayed,
+                    min(int(counts[peer].carried), 2**40),
                 )
                 for peer in connected
             ),

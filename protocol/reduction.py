@@ -101,10 +101,6 @@ class Reduction(ABC):
             ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
         """
 
-    def shared(self, source: int) -> int:
-        """Bytes that some member may have to send to others before a neighbour's next segment can begin to come."""
-        return 0
-
     @property
     def standing(self) -> int:
         """How far we have got, to be compared with others: whoever starved first has the least."""

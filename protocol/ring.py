@@ -43,12 +43,13 @@ _AT_ONCE = 1 << 16
 """Elements that are scaled and added together: they stay in the cache meanwhile. That takes less time than handing it
 to a worker thread (50 µs and more), so it is done in the caller's task."""
 
-_PIECES = 8  # of a block, if they are not too small: a member need not have a whole block before it sends the first
+MOST_PIECES = 8
+"""Of a block, if they are not too small: a member need not have a whole block before it sends the first."""
 
 
 def piece_of(plan: Plan) -> int:
     """Most elements of a segment. The bytes on the wire do not depend on it."""
-    return min(max(plan.length // (len(plan.members) * _PIECES), SMALLEST_PIECE), LARGEST_PIECE)
+    return min(max(plan.length // (len(plan.members) * MOST_PIECES), SMALLEST_PIECE), LARGEST_PIECE)
 
 
 class Schedule:

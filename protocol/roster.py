@@ -20,6 +20,9 @@ class Roster(Protocol):
     def arriving(self) -> Collection[PeerId]:
         """Peers that may be among those in a moment: each is being greeted, or its connection is being made anew."""
 
+    def woken(self) -> bool:
+        """Whether this process was stopped, and went on a moment ago: whom it has lost may be there all the same."""
+
     def knows(self, peer: PeerId) -> bool:
         """Whether this peer is a connected member at all; nobody else is let into rounds."""
 

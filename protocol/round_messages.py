@@ -55,6 +55,9 @@ class Ready:
 class Queued:
     """The coordinator has noted the member. Repeated, so that silence means that the coordinator is stuck."""
 
+    load: Length
+    """Of what is going on there, or is to come, as far as is known: see `Plan.load`. It may take as long."""
+
 
 @message("round.redirect")
 class Redirect:
@@ -188,6 +191,23 @@ class RingData:
     run: Hash
     tag: Tag
     plan_id: Hash
+
+
+@message("ring.waiting")
+class Waiting:
+    """Asks a member from which nothing comes whether it is waiting itself."""
+
+    run: Hash
+    tag: Tag
+    plan_id: Hash
+
+
+@message("ring.waits")
+class Waits:
+    """Answer to `Waiting`."""
+
+    silent: Seconds | None
+    """For how long nothing has come in here, if that is why nothing is sent; None: that is not why."""
 
 
 @message("gather.block")

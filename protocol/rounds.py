@@ -53,11 +53,13 @@ from protocol.round_messages import (
     Redirect,
     RingData,
     RoundOpen,
+    Waiting,
 )
 from protocol.sessions import Line, LocalLine, local_lines
 from protocol.signatures import Signatures
 from protocol.swap import Swap
 from protocol.transfer import RingInbox
+from protocol.watch import received
 from protocol.wire import Message
 
 __all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
@@ -131,6 +133,7 @@ class Rounds:
             Ready: self._on_ready,
             RoundOpen: self._on_open,
             RingData: self._inbox.deliver,
+            Waiting: self._carrying.answer,
             FetchResult: self._on_fetch,
         }
         """What serves the requests of others, while `run` runs."""
@@ -293,7 +296,7 @@ class Rounds:
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
         plan, inbox, times = agreed.plan, self._inbox, self._times
         swap = Swap(plan, values, encoded, pairing, endpoint=self._endpoint, inbox=inbox, times=times)
-        await self._carrying.run(swap)
+        await self._carrying.swap(swap)
         self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap
 
@@ -383,15 +386,10 @@ class Rounds:
         offer, tried = work.offer, sorted(leadership.tried)[:MAX_TRIED]
         rates = self._meter.rates(self._roster.partners())
         ready = work.ready(leadership.acceptor.promised, tuple(tried), rates)
-        times, count, begun = self._times, len(self._roster.partners()) + 1, trio.current_time()
-        length = self._max_block * count if offer.operation == "gather" else offer.length
-        usual = load(offer.operation, length)
-        patience = times.grace + times.slack + times.attempt(usual, count)
-        if times.quorum > 1:  # there is no telling when so many are ready
-            patience = math.inf
-        # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
-        limit = begun + 2 * max(patience, times.grace + times.slack + 2 * times.attempt(2 * usual, count))
-        leadership.attending, leadership.attendance = leader, trio.CancelScope(deadline=limit)
+        size, usual = len(self._roster.partners()) + 1, load(offer.operation, offer.length)
+        # Of a gather, nobody knows what others bring.
+        most = load("gather", self._max_block * size) if offer.operation == "gather" else usual
+        leadership.attending, leadership.attendance = leader, trio.CancelScope()
         try:
             with leadership.attendance:
                 async with self._line(leadership, ready, leader) as line:
@@ -405,16 +403,15 @@ class Rounds:
                         fetch=lambda holder: self._fetch(holder, offer.revision),
                         keep=self._keep,
                         report=self._report_attempt if leader != self._endpoint.peer_id else self._report_start,
-                        patience=patience,
+                        load=usual,
+                        most=most,
+                        size=size,
+                        received=lambda: received(self._endpoint, leader),
                     ).run()
         finally:
             leadership.attending = None
             leadership.wake()
-        # We left to lead ourselves, or had enough, perhaps a moment after the end.
-        reduced = self._results.get(offer.revision)
-        if reduced is None and trio.current_time() >= limit:
-            raise RequestTimeout(f"{leader.short} has coordinated for {limit - begun:g} s without a result")
-        return reduced
+        return self._results.get(offer.revision)  # we left to lead ourselves, perhaps a moment after the end
 
     @contextlib.asynccontextmanager
     async def _line(self, leadership: Leadership, ready: Ready, leader: PeerId) -> AsyncIterator[Line]:

@@ -7,6 +7,7 @@ there is one way of taking part and not two.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import trio
@@ -85,11 +86,12 @@ class Session:
     Args:
         line: The member's line.
         pulse: Seconds.
+        load: What the member waits for, see `Queued`.
     """
 
-    def __init__(self, line: Line, pulse: float) -> None:
+    def __init__(self, line: Line, pulse: float, load: Callable[[], int]) -> None:
         self.line = line
-        self._pulse = pulse
+        self._pulse, self._load = pulse, load
         self._queue, self._queued = trio.open_memory_channel[Message](MAX_QUEUED)
         self._scope = trio.CancelScope()
         self.error: ShoalError | None = None
@@ -119,11 +121,11 @@ class Session:
                 nursery.cancel_scope.cancel()
 
     async def _write(self) -> None:
-        message: Message = Queued()
+        message: Message = Queued(self._load())
         try:
             while not isinstance(message, FINAL):
                 await self.line.send(message)
-                message = Queued()
+                message = Queued(self._load())
                 with trio.move_on_after(self._pulse):
                     message = await self._queued.receive()
             await self.line.send(message)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -153,8 +152,11 @@ class Stream:
 
     async def receive_encoded(self, *, timeout: float | None = None) -> bytearray:
         """As `receive`, for a message that the caller will `parse`."""
+        if timeout is None:
+            with self._exclusive("receive"):
+                return await self._receive_message()
         try:
-            with trio.fail_after(math.inf if timeout is None else timeout), self._exclusive("receive"):
+            with trio.fail_after(timeout), self._exclusive("receive"):
                 return await self._receive_message()
         except trio.TooSlowError:
             raise RequestTimeout(f"{self.peer.short} sent no message within {timeout:g} s") from None
@@ -197,6 +199,16 @@ class Stream:
                 missing, raw.wanted = len(raw.wanted or b""), None
                 if 0 < missing < view.nbytes:
                     self.reset()
+
+    @property
+    def arrived(self) -> int:
+        """Bytes that have come of those that the running `receive_into` waits for; 0 if there is none."""
+        return 0 if self.raw.wanted is None else self._expected - len(self.raw.wanted)
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the peer can send nothing, because we have not let it."""
+        return self.raw.allowance <= 0
 
     async def receive_some(self, buffer: Buffer) -> int:
         """Receives one raw byte or more, as many as are there and fit in; 0 once the other side has finished.
@@ -252,12 +264,13 @@ class Stream:
 
     def wake(self) -> None:
         """Something changed: let everybody look again."""
-        self._readable.unpark_all()
-        self._writable.unpark_all()
+        for lot in (self._readable, self._writable):
+            if lot:  # to unpark nobody takes longer than to look
+                lot.unpark_all()
 
     def on_progress(self) -> None:
         """Some of what was written has been taken."""
-        if self.raw.pending <= self._patient_until:
+        if self.raw.pending <= self._patient_until and self._writable:
             self._writable.unpark_all()
 
     def look(self, now: float, stopped: float) -> None:
@@ -281,7 +294,7 @@ class Stream:
                 self._give_up("took")
         if self._receiving.running:
             received = self._expected - len(raw.wanted or b"")
-            if raw.allowance <= 0:  # it is for us to grant more
+            if self.withheld:
                 self._receiving.begin(now, received)
             elif self._receiving.stuck(now, received):
                 self._give_up("sent")
@@ -375,14 +388,24 @@ class Stream:
         self._connection.fail(error)
         raise error
 
-    @contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
+    def _exclusive(self, what: str) -> _Exclusive:
         if self._closed:
             raise RuntimeError("the stream was closed on our side")
         if what in self._busy:
             raise trio.BusyResourceError(f"another task does {what} on this stream already")
-        self._busy.add(what)
-        try:
-            yield
-        finally:
-            self._busy.discard(what)
+        return _Exclusive(self._busy, what)
+
+
+class _Exclusive:
+    """One task does something meanwhile. In the place of a generator, which takes several times as long."""
+
+    __slots__ = ("_busy", "_what")
+
+    def __init__(self, busy: set[str], what: str) -> None:
+        self._busy, self._what = busy, what
+
+    def __enter__(self) -> None:
+        self._busy.add(self._what)
+
+    def __exit__(self, *error: object) -> None:
+        self._busy.discard(self._what)

@@ -62,7 +62,7 @@ _NO_LIMIT = 2**64 - 1
 
 _UNPACED = "cubic"
 
-_TURN = 1 << 20  # bytes that a stream moves before others get their turn, if it never has to wait
+_TURN = 1 << 21  # bytes that a stream moves before others get their turn, if it never has to wait
 _LEAST = 1 << 14  # bytes that every call counts for
 
 

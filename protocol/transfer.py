@@ -8,7 +8,8 @@ tore them down, its neighbours would blame it and not the peer that is at fault.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import attrs
@@ -27,6 +28,7 @@ from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding
 from protocol.vectors import VectorPool, vector_bytes
+from protocol.watch import Watch, received
 
 MAX_PARKED = 128
 """Streams of ring data that wait for their plan at a time. Each holds at most one stream window of data. Streams whose
@@ -36,13 +38,15 @@ MAX_PARKED_BY_ONE = 8
 """Of these, those of one peer."""
 
 READ = 1 << 16
-"""Bytes after which a receiver looks at the clock again: a link with less than this per stall time counts as stuck. If
-it receives from several neighbours side by side, each of them brings so much less."""
+"""Bytes after which a receiver of a result or a vector looks at the clock again: a link with less than this per stall
+time counts as stuck."""
 
-_LEAST_READ = 1 << 10
+LEAD = 4
+"""Segments that one neighbour may be ahead of the others. Data for several of them shares a line, not always fairly,
+and a sum is complete when the last one's values have come in."""
 
-_LONGEST_READ = 1 << 23
-_QUICK = 1 / 16  # of the stall time: a read that takes less may be twice as long the next time
+LONGEST_TURN = 0.25
+"""Seconds that a segment waits at most for the others' sake: one of them may be slower than our line, or gone."""
 
 IN_WORKER = 1 << 20
 """Elements from which on copying a vector (a few ms) is worth a worker thread."""
@@ -116,6 +120,8 @@ class Transfer:
         values: This peer's values; only read.
         encoded: The same values as the plan's codec writes them; nothing for fp32, or without weight.
         memory: Where the result's vector comes from.
+        pace: Bytes per second that came in when something was carried out last; 0 if that is not known.
+        ask: Asks a member whether it is waiting itself, see `Attempt.waiting`; None without an answer.
         previous: The attempt before, which has been aborted. What it leaves is used once it has ended.
     """
 
@@ -129,6 +135,8 @@ class Transfer:
         inbox: RingInbox,
         times: RoundTimes,
         memory: VectorPool,
+        pace: float,
+        ask: Callable[[PeerId], Awaitable[float | None]],
         previous: Transfer | None = None,
     ) -> None:
         self.plan = plan
@@ -141,10 +149,13 @@ class Transfer:
         self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
         self._previous = previous
+        self._pace, self._ask = pace, ask
         self._ring: Reduction | None = None
+        self._watch: Watch | None = None
         self._begun = False
         self._ended = trio.Event()
-        self._progress = trio.lowlevel.ParkingLot()
+        self._progress, self._turns = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        self._sent: Counter[int] = Counter()  # segments, by neighbour
         self._scope = trio.CancelScope()
 
     @property
@@ -171,6 +182,14 @@ class Transfer:
         assert self._ring is not None
         return self._ring.mean
 
+    def waiting(self, peer: PeerId) -> float | None:
+        """See `Attempt.waiting`."""
+        ring, place = self._ring, self.plan.members.index(peer)
+        if self._watch is None or ring is None or place not in ring.sinks:
+            return None
+        starved = self._sent.get(place, 0) == ring.sendable(place) < ring.outgoing(place)
+        return self._watch.silent if starved else None
+
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
         self._scope.cancel()
@@ -196,12 +215,23 @@ class Transfer:
         try:
             with self._scope:
                 ring = await self._prepare()
+                watch = self._watch = Watch(
+                    ring.sources,
+                    times=times,
+                    pace=self._pace,
+                    ask=lambda place: self._ask(plan.members[place]),
+                    line=lambda place: received(self._endpoint, plan.members[place]),
+                    suspect=ring.suspect,
+                )
                 async with trio.open_nursery() as nursery:
                     for place in ring.sinks:
                         nursery.start_soon(self._send, ring, place)
                     for place in ring.sources:
-                        nursery.start_soon(self._receive, ring, place)
+                        nursery.start_soon(self._receive, ring, place, watch)
+                    if ring.sources and (stuck := await watch.run()) is not None:
+                        self._fail(plan.members[stuck[0]], stuck[1])
         finally:
+            self._watch = None  # it refers to us: the ring's memory would be in use until cycles are collected
             self._ended.set()
         if trio.current_time() >= self._scope.deadline:
             self._fail(plan.members[self._place - 1], "the attempt took too long")
@@ -232,62 +262,54 @@ class Transfer:
                 for number in range(ring.outgoing(place)):
                     while number >= ring.sendable(place):
                         await self._progress.park()
+                    with trio.move_on_after(LONGEST_TURN):
+                        while self._is_ahead(ring, place):
+                            await self._turns.park()
                     data = ring.segment(place, number)
                     await stream.send_bytes(data)
                     self.bytes_sent += data.nbytes
+                    self._sent[place] = number + 1
+                    self._turns.unpark_all()
                 await stream.finish()
         except ShoalError as error:
             self._fail(peer, str(error))
 
-    async def _receive(self, ring: Reduction, place: int) -> None:
+    def _is_ahead(self, ring: Reduction, place: int) -> bool:
+        """Whether another neighbour has got much less of its data by now, although there is some to send."""
+        behind = (
+            self._sent[other] / ring.outgoing(other)
+            for other in ring.sinks
+            if self._sent[other] < min(ring.sendable(other), ring.outgoing(other))
+        )
+        lead = LEAD / ring.outgoing(place)
+        return self._sent[place] / ring.outgoing(place) > min(behind, default=1.0) + lead
+
+    async def _receive(self, ring: Reduction, place: int, watch: Watch) -> None:
         peer = self.plan.members[place]
         arrival: _Arrival | None = None
-        read, waiting = 0, 0.0
         try:
-            with trio.fail_after(self._times.stall):
-                arrival = await self._inbox.take(self.plan.id, peer)
+            arrival = await self._inbox.take(self.plan.id, peer)
+            watch.begun(place, arrival.stream)
             for _ in range(ring.incoming(place)):
-                waiting, target = ring.shared(place) / self._times.slowest, ring.target(place)
-                read = await self._fill(arrival.stream, target, read, waiting, len(ring.sources))
+                target = ring.target(place)
+                await arrival.stream.receive_into(target)
                 self.bytes_received += target.nbytes
+                watch.came(place, target.nbytes)
                 ring.filled(place)
                 self._progress.unpark_all()
+            watch.over(place)
             if ring.complete:
                 self.settled.set()
             # Closing before the neighbour has finished would look to it as if we had given up.
             with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
                 await arrival.stream.receive(RingData, timeout=self._times.stall)
-        except trio.TooSlowError:
-            silent = self._times.stall + waiting
-            self._fail(self.plan.members[ring.suspect(place)], f"nothing came from {peer.short} for up to {silent:g} s")
-            await trio.sleep_forever()
         except ShoalError as error:
+            watch.over(place)
             self._fail(peer, str(error))
             await trio.sleep_forever()
         finally:
             if arrival is not None:
                 arrival.over.set()
-
-    async def _fill(self, stream: Stream, target: memoryview, read: int, waiting: float, streams: int) -> int:
-        """Receives all of a segment, so many bytes at a time; returns how many that should be the next time.
-
-        The first ones may be `waiting` for longer than the stall time. The line may be shared by so many streams.
-        """
-        stall, least = self._times.stall, max(READ // streams, _LEAST_READ)
-        position = 0
-        if waiting:
-            position = min(least, len(target))
-            with trio.fail_after(stall + waiting):
-                await stream.receive_into(target[:position])
-        read = max(read, least)
-        while position < len(target):
-            began = trio.current_time()
-            with trio.fail_after(stall):
-                await stream.receive_into(target[position : position + read])
-            position += read
-            quick = streams * (trio.current_time() - began) < _QUICK * stall
-            read = min(2 * read, _LONGEST_READ) if quick else least
-        return read
 
     def _fail(self, suspect: PeerId, reason: str) -> None:
         if not self.settled.is_set():

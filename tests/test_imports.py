@@ -18,6 +18,7 @@ MAY_IMPORT = {
 SHELLS = {
     "protocol/attempt.py",
     "protocol/attempts.py",
+    "protocol/awake.py",
     "protocol/blocking.py",
     "protocol/channel.py",
     "protocol/channels.py",
@@ -54,6 +55,7 @@ SHELLS = {
     "protocol/tcp.py",
     "protocol/transfer.py",
     "protocol/upnp.py",
+    "protocol/watch.py",
     "dht/neighbours.py",
     "dht/node.py",
     "dht/service.py",

@@ -81,6 +81,9 @@ class Everybody:
     def knows(self, peer: PeerId) -> bool:
         return peer in self._peers
 
+    def woken(self) -> bool:
+        return False
+
     def doubt(self, peer: PeerId, seconds: float) -> None:
         raise RuntimeError(f"{peer.short} was silent for {seconds:g} s")
 

@@ -33,7 +33,7 @@ from protocol.endpoint import Endpoint, Limits, Stream
 from protocol.identity import Identity
 from protocol.lane_policy import MAX_LANES
 from protocol.pacing import LARGEST_BURST
-from protocol.records import READ_SIZE
+from protocol.records import MAX_PLAINTEXT
 from protocol.tcp import TcpTransport, set_options
 from protocol.transport import Address
 from protocol.wire import message
@@ -125,7 +125,7 @@ class RawServer:
             filled, size = 0, 1
             while size:
                 filled %= CHUNK
-                size = await stream.socket.recv_into(self._view[filled : filled + READ_SIZE])
+                size = await stream.socket.recv_into(self._view[filled : filled + MAX_PLAINTEXT])
                 filled += size
             await stream.send_all(b"k")
         while data := await stream.receive_some(8):
@@ -192,7 +192,7 @@ class RawClient:
             began, sent = time.perf_counter(), 0
             with trio.move_on_after(seconds):
                 while True:
-                    sent += await stream.socket.send(self._data[:READ_SIZE])
+                    sent += await stream.socket.send(self._data[:MAX_PLAINTEXT])
             await stream.send_eof()
             await stream.receive_some(1)
             return sent, time.perf_counter() - began

@@ -22,7 +22,7 @@ from protocol.channel import SecureChannel, handshake
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits, Stream
 from protocol.errors import PeerGone, ShoalError
-from protocol.frames import BULK, FIN, MAX_RECORD, U32, Kind
+from protocol.frames import BULK, FIN, MAX_RECORD, RECORD, U32, Kind
 from protocol.hello import Hello
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
@@ -270,7 +270,7 @@ class _Attacker:
 
     def _frame(self, kind: Kind, stream: int, payload: bytes) -> bytes:
         flags = FIN if kind in (Kind.DATA, Kind.BODY) and self._choices.one_in(4) else 0
-        return frames.pack(kind, flags, stream, payload[: MAX_RECORD // 2])
+        return frames.pack(kind, flags, stream, payload[: RECORD // 2])
 
 
 class _Alarm(logging.Handler):

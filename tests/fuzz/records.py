@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from protocol.errors import ProtocolError
 from protocol.noise import TAG_SIZE, CipherState
-from protocol.records import READ_SIZE, RecordReader, RecordWriter
+from protocol.records import LARGEST_BUFFER, MAX_PLAINTEXT, SMALLEST_BUFFER, RecordReader, RecordWriter
 from tests.fuzz.choices import Choices
 
 KEY = bytes(range(32))
-_SIZES = (0, 1, 100, 4096, 65_519)
+_SIZES = (0, 1, 100, 4096, 65_536, MAX_PLAINTEXT)
 _MOST = 12
 
 
@@ -16,7 +16,8 @@ def run(data: bytes) -> None:
     """Records that somebody on the way has cut, moved, repeated or changed, in pieces of any size.
 
     What comes out is what was sealed, in order, up to the first damage; from then on every call is a `ProtocolError`.
-    Nothing is written beyond the places that are given for plaintexts, and the reader keeps its buffer.
+    Nothing is written beyond the places that are given for plaintexts. There is always room for more, and the reader
+    keeps no more than twice what has arrived.
     """
     choices = Choices(data)
     writer = RecordWriter(CipherState(KEY))
@@ -28,13 +29,16 @@ def run(data: bytes) -> None:
     position = 0
     while position < len(wire):
         space = reader.space()
-        assert len(space) >= READ_SIZE
-        count = min(len(wire) - position, len(space), 1 + choices.number(2**18) if choices.left else READ_SIZE)
+        assert space
+        assert len(reader._buffer) <= max(SMALLEST_BUFFER, min(2 * position, LARGEST_BUFFER))
+        count = min(len(wire) - position, len(space), 1 + choices.number(2**20) if choices.left else LARGEST_BUFFER)
         space[:count] = wire[position : position + count]
         reader.received(count)
         position += count
         if not _take_all(choices, reader, opened):
             break
+        if choices.one_in(4):
+            reader.release()
     assert b"".join(plaintexts).startswith(opened)
     assert reader.pending <= len(wire)
     if wire == b"".join(sealed):
@@ -56,7 +60,7 @@ def _tampered(choices: Choices, sealed: list[bytes]) -> bytes:
             case 3:
                 records[place:other] = records[place:other][::-1]
             case _:
-                records.insert(place, choices.number(65_535).to_bytes(2, "big") + choices.blob())
+                records.insert(place, choices.number(2 * MAX_PLAINTEXT).to_bytes(4, "big") + choices.blob())
     return b"".join(records)
 
 
@@ -65,7 +69,7 @@ def _take_all(choices: Choices, reader: RecordReader, opened: bytearray) -> bool
     while True:
         try:
             if choices.one_in(2):
-                opened += _filled(reader, 1 + choices.number(3 * 65_519))
+                opened += _filled(reader, 1 + choices.number(2 * MAX_PLAINTEXT))
             record = reader.next_record()
         except ProtocolError:
             _stays_broken(reader)

@@ -9,7 +9,7 @@ import attrs
 from protocol import frames
 from protocol.budget import Account, Budget
 from protocol.errors import Overloaded, ProtocolError
-from protocol.frames import MAX_RECORD, U32, Kind
+from protocol.frames import MAX_RECORD, RECORD, U32, Kind
 from protocol.mux import Mux
 from protocol.mux_stream import Event, MuxLimits, MuxStream, Opened, Placed, Reset
 from tests.fuzz.choices import Choices
@@ -17,7 +17,7 @@ from tests.fuzz.choices import Choices
 LIMITS = MuxLimits(max_streams=4, window=200_000)
 _SCARCE, _PLENTY = 300_000, 1 << 24  # bytes of memory
 _GUARD = b"\xa5" * 32  # around every place that received bytes are written to
-_SIZES = (1, 2, 50, 4095, 4096, 50_000, MAX_RECORD, 150_000)
+_SIZES = (1, 2, 50, 4095, 4096, 50_000, RECORD, 150_000, MAX_RECORD)
 _LARGE = 1 << 30
 
 
@@ -224,7 +224,7 @@ def _frame(choices: Choices, side: Side) -> bytes:
 def _payload(choices: Choices, kind: Kind) -> bytes:
     """A payload of the right length for a kind, mostly; numbers in it are interesting ones."""
     if kind is Kind.DATA:
-        return bytes([choices.number(255)]) * min(choices.of(_SIZES), MAX_RECORD // 4)
+        return bytes([choices.number(255)]) * min(choices.of(_SIZES), RECORD // 4)
     if kind is Kind.RESET:
         return frames.pack_reset("c" * choices.number(9), "text")
     if kind is Kind.PIECE and not choices.one_in(8):

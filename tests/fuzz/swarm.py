@@ -237,6 +237,7 @@ def coordinator(data: bytes) -> None:
         _tell(choices, core, choices.of(peers), peers, ballots, now)
         view = View(
             expected=frozenset(peer for peer in peers if choices.number(3)),
+            woken=choices.one_in(8),
             arriving=frozenset(peer for peer in peers if choices.one_in(4)),
             leading=choices.number(3) > 0,
             rank=choices.number(3),
@@ -315,6 +316,7 @@ def _rates(choices: Choices, peers: list[PeerId]) -> Rates:
             choices.of(numbers),
             choices.of((0, 50_000, 10**8)),
             choices.one_in(2),
+            choices.of(numbers),
         )
         for _ in range(choices.number(3))
     )

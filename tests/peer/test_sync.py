@@ -23,7 +23,7 @@ from peer.sync import (
     fetch_history,
     fetch_state,
 )
-from protocol import merkle
+from protocol import merkle, wire
 from protocol.errors import ProtocolError, RequestRefused, RequestTimeout, ShoalError
 from protocol.identity import Identity
 from protocol.weights import SIZE, SignedWeight, sign_weight
@@ -225,6 +225,34 @@ async def test_a_donor_whose_bytes_do_not_come_is_given_up(autojump_clock, mesh,
     assert newcomer.is_connected(endpoint.peer_id)
 
 
+@pytest.mark.parametrize("what", ["description", "range"])
+async def test_a_donor_that_only_dribbles_is_given_up(autojump_clock, mesh, state, what):
+    """Quick enough not to count as stalled. Others are asked meanwhile, or next, and what has come is kept."""
+    swarm = await mesh(3)
+    newcomer, dribbling, honest = swarm.endpoints
+    large = 2**36
+
+    async def dribble(request, stream):
+        await stream.send(RangeReply(merkle.LEAF) if what == "range" else Description(("momentum",), large))
+        while True:
+            await stream.send_bytes(bytes(2048))
+            await trio.sleep(1)
+
+    donate(dribbling, state)
+    donate(honest, state)
+    kind = RangeRequest if what == "range" else DescribeRequest
+    del dribbling._handlers._handlers[wire.name_of(kind)]
+    dribbling.handle(kind, dribble)
+    elements = ELEMENTS if what == "range" else large
+    begun = trio.current_time()
+    with pytest.raises(SyncFailed, match=f"{dribbling.peer_id.short} did not send"):
+        await fetch_state(newcomer, RUN, state.history, [dribbling.peer_id], **{**SHAPE, "elements": elements})
+    assert trio.current_time() - begun < 300
+    if what == "range":
+        donors = [dribbling.peer_id, honest.peer_id]
+        assert same(await fetch_state(newcomer, RUN, state.history, donors, **SHAPE), state)
+
+
 async def test_states_are_for_those_who_are_admitted(autojump_clock, mesh, state):
     swarm = await mesh(2)
     newcomer, endpoint = swarm.endpoints
@@ -358,7 +386,7 @@ async def test_a_long_way_is_kept_busy(autojump_clock, mesh, state, monkeypatch)
 
     several = await seconds()
     monkeypatch.setattr("peer.sync.IN_FLIGHT", 1)
-    assert several < 0.7 * await seconds()
+    assert several < 0.85 * await seconds()
 
 
 # Histories.

@@ -22,6 +22,7 @@ class Table:
         self.live, self.base, self.arriving, self.patience = set(live), BASE, set(), 0.0
         self.now = 100.0
         self.log = []
+        self.woken = False
         self.holdings = {}  # what members say when they are told to halt
         self.silent = set()  # members that say nothing then
 
@@ -29,6 +30,7 @@ class Table:
         view = View(
             expected=frozenset(self.live),
             arriving=frozenset(self.arriving),
+            woken=self.woken,
             leading=leading,
             rank=0,
             base=self.base,

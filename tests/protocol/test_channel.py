@@ -12,6 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from protocol.channel import MAX_FEATURES, handshake
 from protocol.errors import HandshakeError, PeerGone, ProtocolError, WrongPeer
+from protocol.frames import RECORD
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
 from protocol.noise import Handshake
@@ -78,10 +79,10 @@ async def test_both_sides_know_each_other(kind, psk):
         assert (b.peer_id, b.public_key, b.features) == (ALICE.peer_id, ALICE.public_key, b"from a")
         await a.send(b"one", b"", bytearray(b"three"))
         assert [await b.receive() for _ in range(3)] == [b"one", b"", b"three"]
-        await b.send(memoryview(bytes(MAX_PLAINTEXT)))
-        assert await a.receive() == bytes(MAX_PLAINTEXT)
+        await b.send(memoryview(bytes(RECORD)))
+        assert await a.receive() == bytes(RECORD)
         assert a.bytes_sent == b.bytes_received
-        assert b.bytes_sent == a.bytes_received > MAX_PLAINTEXT
+        assert b.bytes_sent == a.bytes_received > RECORD
         await a.aclose()
         await a.aclose()
         with pytest.raises(PeerGone, match=f"peer {ALICE.peer_id.short}.* closed the connection$"):
@@ -114,7 +115,7 @@ async def test_limits_of_arguments_are_checked():
         with pytest.raises(ValueError, match="32 bytes"):
             await handshake(a, ALICE, initiator=True, psk=b"short")
     async with channel_pair() as (a, b):
-        with pytest.raises(ValueError, match="at most 65519"):
+        with pytest.raises(ValueError, match="at most 524288"):
             await a.send(bytes(MAX_PLAINTEXT + 1))
         await a.send(b"fine")
         assert await b.receive() == b"fine"
@@ -128,7 +129,7 @@ async def test_sizes_on_the_wire(psk, first):
         assert a.bytes_sent == (8 + 2 + first) + (2 + 48 + introduction + 16)
         assert b.bytes_sent == 8 + 2 + 80 + introduction + 16
         await a.send(b"one", b"")
-        assert a.bytes_sent == b.bytes_received + 2 + 3 + 16 + 2 + 16
+        assert a.bytes_sent == b.bytes_received + 4 + 3 + 16 + 4 + 16
 
 
 # Who may talk to whom
@@ -416,7 +417,9 @@ class Tapped:
     to_b: object
 
     async def from_a(self):
-        return framed(await receive_frame(self.to_a))
+        """The next record."""
+        length = await receive_exactly(self.to_a, 4)
+        return length + await receive_exactly(self.to_a, int.from_bytes(length, "big"))
 
 
 @asynccontextmanager
@@ -492,7 +495,7 @@ async def test_a_shortened_record_fails():
     async with tapped() as tap:
         await tap.a.send(b"secret")
         record = await tap.from_a()
-        await tap.to_b.send(framed(record[2:-1]))
+        await tap.to_b.send((len(record) - 5).to_bytes(4, "big") + record[4:-1])
         await refuses(tap.b)
 
 

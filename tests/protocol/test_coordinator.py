@@ -84,6 +84,23 @@ def test_who_finds_connections_broken_one_after_the_other_has_lost_everybody():
     assert sent(table.poll(), Ahead)[US] == Ahead(1, A)
 
 
+def test_who_was_stopped_and_has_lost_some_looks_around_once():
+    """Of several that were stopped together, each still has the others."""
+    table = Table()
+    table.start(US, A, B, C)
+    table.woken, table.arriving, table.live = True, {B, C}, {US, A}
+    table.core.gone(B)
+    table.core.gone(C)
+    assert sent(table.poll(), Propose) == {}
+    table.arriving, table.live = set(), {US, A, B}
+    assert {action.peer for action in table.poll() if isinstance(action, Announce)} == {B}
+    table.ready(B)
+    assert set(sent(table.poll(), Propose)) == {US, A, B}
+    table.core.gone(B)
+    table.live = {US, A}
+    assert set(sent(table.poll(), Propose)) == {US, A}
+
+
 def test_who_loses_everybody_a_second_time_goes_on_alone():
     table = Table()
     table.start(US, A)
@@ -109,7 +126,7 @@ def test_window_closes_when_all_live_members_are_ready():
     table.ready(C)
     plan = next(iter(sent(table.poll(), Propose).values())).plan
     assert set(plan.members) == {US, A, B, C}
-    assert list(plan.members) == coordinators(RUN, 1, plan.members)
+    assert list(plan.members) == coordinators(RUN, 0, plan.members)  # in all rounds the same
     assert (plan.attempt, plan.rank, plan.coordinator, plan.length, plan.base) == (1, 0, US, 4, BASE)
 
 

@@ -54,7 +54,7 @@ PLAN = Plan(
 SOURCE = Source(ONES, (BOB,), (1.0,))
 SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
 UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
-RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True),))
+RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True, 400),))
 GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 
@@ -98,9 +98,9 @@ MESSAGES = {
     ),
     round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (), rates=RATES): (
         "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 95 c420 bb*32 00 cd012c cdc350 c3"
+        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 96 c420 bb*32 00 cd012c cdc350 c3 cd0190"
     ),
-    round_messages.Queued(): "91 ac726f756e642e717565756564",
+    round_messages.Queued(300): "92 ac726f756e642e717565756564 cd012c",
     round_messages.Redirect(BOB, (HOME,)): (
         "93 ae726f756e642e7265646972656374 c420 bb*32 91 ae3139322e302e322e373a37303730"
     ),
@@ -127,6 +127,8 @@ MESSAGES = {
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
         "92 c460 73*96 c460 73*96 a6646972656374 92 00 ce000f4240"
     ),
+    round_messages.Waiting(ONES, "", TWOS): "94 ac72696e672e77616974696e67 c420 11*32 a0 c420 22*32",
+    round_messages.Waits(2.5): "92 aa72696e672e7761697473 cb4004000000000000",
     round_messages.Halt(BALLOT): "92 aa726f756e642e68616c74 93 02 01 c420 aa*32",
     round_messages.Halted(BALLOT, (Holding(SOURCE, (Span(5, 300),)),)): (
         "93 ac726f756e642e68616c746564 93 02 01 c420 aa*32 "
@@ -277,7 +279,7 @@ def test_handshake_and_records_with_fixed_keys():
     writer = RecordWriter(alice.split()[0])
     assert (
         writer.seal(b"one", b"").hex()
-        == "001319949f87f3c345b1d5d7fec88804e84cb96621001072ced18f9db668faab8fec536ae75cac"
+        == "0000001319949f87f3c345b1d5d7fec88804e84cb966210000001072ced18f9db668faab8fec536ae75cac"
     )
 
 
@@ -331,8 +333,8 @@ def test_opening_a_lane():
         "69ae8a123d2b69b662e890a9054c8463"
     )
     dialler, dialled = lane.ciphers(secret, 3, b"\x11" * 16, b"\x22" * 16)
-    assert RecordWriter(dialler).seal(b"").hex() == "00108f2f968e945c9c74698dd99770e26e43"
-    assert RecordWriter(dialled).seal(b"").hex() == "00108f189d6f6940770842543b741e07af4b"
+    assert RecordWriter(dialler).seal(b"").hex() == "000000108f2f968e945c9c74698dd99770e26e43"
+    assert RecordWriter(dialled).seal(b"").hex() == "000000108f189d6f6940770842543b741e07af4b"
 
 
 def test_a_conversation():

@@ -112,7 +112,9 @@ async def stage(nursery):
         fetch=fetch,
         keep=keep,
         report=lambda plan, reason: None,
-        patience=600.0,
+        load=1 << 22,
+        most=1 << 22,
+        size=2,
     )
 
     async def run():
@@ -166,7 +168,7 @@ async def keep_alive(coordinator):
     """What a coordinator says that does nothing."""
     while True:
         await trio.sleep(2.0)
-        await coordinator.send(Queued())
+        await coordinator.send(Queued(0))
 
 
 async def test_a_plan_has_the_time_that_it_needs_whatever_the_first_one_had(stage, autojump_clock, nursery):

@@ -24,7 +24,9 @@ class Connected:
 
     def statistics(self, peer):
         remote = ip_address("192.0.2.1")
-        return SimpleNamespace(bytes_sent=self.sent, bytes_received=0, rtt=0.05, path="direct", remote=remote)
+        return SimpleNamespace(
+            bytes_sent=self.sent, bytes_received=0, rtt=0.05, path="direct", remote=remote, carried=0.0
+        )
 
     async def send(self, rate):
         for _ in range(60):

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from protocol import frames, mux
 from protocol.budget import Budget
 from protocol.errors import Overloaded, ProtocolError
-from protocol.frames import IN_USE, MAX_RECORD, Kind, pack
+from protocol.frames import IN_USE, MAX_RECORD, RECORD, Kind, pack
 from protocol.mux import Mux
 from protocol.mux_stream import (
     INITIAL_WINDOW,
@@ -161,13 +161,32 @@ def test_control_goes_before_bulk_and_bulk_in_turns():
     transfer(b, a)
     for ours, _ in (first, second):
         a.write(ours, bytes(1 << 20))
-    transfer(a, b, budget=MAX_RECORD)
+    transfer(a, b, budget=RECORD)
     a.write(control[0], b"now")
-    events = transfer(a, b, budget=MAX_RECORD)
+    events = transfer(a, b, budget=RECORD)
     assert events[0] == Readable(control[1])
-    transfer(a, b, budget=8 * MAX_RECORD)
-    assert first[1].available == 5 * MAX_RECORD
-    assert 4 * MAX_RECORD < second[1].available < 5 * MAX_RECORD
+    transfer(a, b, budget=8 * RECORD)
+    assert first[1].available == 5 * RECORD
+    assert 4 * RECORD < second[1].available < 5 * RECORD
+
+
+def test_raw_records_are_as_long_as_the_caller_says():
+    a, b = pair()
+    ours, _ = opened(a, b, bulk=True)
+    a.receive(pack(Kind.CREDIT, 0, ours.id, (1 << 24).to_bytes(4, "big")))
+    a.write(ours, bytes(2 * MAX_RECORD))
+    sizes = [
+        [len(record) for record in a.take(MAX_RECORD, LARGE, *record).records[1:]] for record in ((), (MAX_RECORD,))
+    ]
+    assert sizes == [[RECORD] * 8, [MAX_RECORD]]
+
+
+def test_frames_come_in_short_records_only():
+    _, b = pair()
+    frames = pack(Kind.PING, 0, 0, b"12345678") * (RECORD // 16)
+    b.receive(frames)
+    with pytest.raises(ProtocolError, match="more frames"):
+        b.receive(frames + pack(Kind.PING, 0, 0, b"12345678"))
 
 
 def test_bulk_waits_for_its_allowance_alone():
@@ -201,7 +220,7 @@ def test_a_reset_in_the_middle_of_a_body():
     ours, theirs = opened(a, b, bulk=True)
     transfer(b, a)
     a.write(ours, bytes(150_000))
-    records = [bytes(record) for record in a.take(LARGE, LARGE).records]
+    records = [bytes(record) for record in a.take(4 * RECORD, LARGE).records]
     assert len(records) == 4
     for record in records[:2]:
         b.receive(record)
@@ -506,7 +525,7 @@ def opened_for_bytes(a, b, size):
 def place(source, target):
     """As `transfer`, writing records where the target wants them, as a channel does."""
     events, placed = [], 0
-    for record in source.take(LARGE, LARGE).records:
+    for record in source.take(4 * RECORD, LARGE).records:
         room = target.room()
         if room is None or len(room) < len(record):
             events += target.receive(bytes(record))
@@ -534,12 +553,12 @@ def test_raw_bytes_are_placed_where_they_are_wanted():
 def test_what_does_not_fit_is_kept_and_nothing_passes_it():
     a, b = pair()
     data = bytes(range(256)) * 600
-    ours, theirs, buffer = opened_for_bytes(a, b, MAX_RECORD + 100)
+    ours, theirs, buffer = opened_for_bytes(a, b, RECORD + 100)
     a.write(ours, data)
     _, placed = place(a, b)
     assert placed == 1
     assert len(theirs.wanted) == 100
-    assert theirs.available == len(data) - MAX_RECORD
+    assert theirs.available == len(data) - RECORD
     assert b.read_into(theirs, theirs.wanted) == 100
     assert buffer == data[: len(buffer)]
     assert read(b, theirs) == data[len(buffer) :]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.budget import Budget
 from protocol.errors import ProtocolError
-from protocol.frames import FIN, MAX_RECORD, Kind, pack
+from protocol.frames import FIN, RECORD, Kind, pack
 from protocol.mux import Mux
 from protocol.mux_stream import INITIAL_WINDOW, Acknowledged, Intake, LanesWanted, MuxLimits, MuxStream
 from protocol.pieces import Ahead, Outbox, Piece
@@ -224,7 +224,7 @@ def test_pieces_go_over_the_main_connection_when_there_are_no_lanes_left():
     data = CONTENT * 3
     sender.write(ours, data)
     sender.finish(ours)
-    first, second = sender.take_piece(MAX_RECORD), sender.take_piece(MAX_RECORD)
+    first, second = sender.take_piece(RECORD), sender.take_piece(RECORD)
     arrive(receiver, second.records())
     assert not sender.idle
     sender.lanes = 0
@@ -370,6 +370,6 @@ def test_an_outbox_keeps_what_has_not_arrived():
 
 
 def test_a_piece_is_cut_into_records():
-    records = Piece(MuxStream(5, bulk=True), 1 << 33, bytes(MAX_RECORD + 1), True).records()
-    assert records[0] == pack(Kind.PIECE, FIN, 5, (1 << 33).to_bytes(8, "big") + (MAX_RECORD + 1).to_bytes(4, "big"))
-    assert [len(record) for record in records[1:]] == [MAX_RECORD, 1]
+    records = Piece(MuxStream(5, bulk=True), 1 << 33, bytes(RECORD + 1), True).records()
+    assert records[0] == pack(Kind.PIECE, FIN, 5, (1 << 33).to_bytes(8, "big") + (RECORD + 1).to_bytes(4, "big"))
+    assert [len(record) for record in records[1:]] == [RECORD, 1]

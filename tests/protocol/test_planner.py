@@ -68,7 +68,14 @@ def said(draw):
             draw(rates),
             draw(rates),
             tuple(
-                Partner(draw(st.sampled_from(members)), draw(rates), draw(rates), draw(st.integers(0, 10**8)), relayed)
+                Partner(
+                    draw(st.sampled_from(members)),
+                    draw(rates),
+                    draw(rates),
+                    draw(st.integers(0, 10**8)),
+                    relayed,
+                    draw(rates),
+                )
                 for relayed in draw(st.lists(st.booleans(), max_size=4))
             ),
         )
@@ -276,3 +283,24 @@ def test_one_that_claims_anything_changes_nothing_for_the_others():
         plan = scheduled(make_plan(members, 1 << 24), lines_of(members, honest | {members[0]: claim}))
         assert len(set(plan.blocks[1:])) <= 2  # all equal, but for rounding
         assert estimate(plan, honest) <= 3 * estimate(make_plan(members, 1 << 24), honest)
+
+
+def test_who_waited_for_others_has_no_slow_line():
+    """A measured rate may be what there was to send. What a connection has carried for a moment is what it can do."""
+    members = peers(4)
+    waited = with_lines(members, [100 * MEGABIT, 20 * MEGABIT, 30 * MEGABIT, 25 * MEGABIT])
+    rates = {
+        peer: attrs.evolve(one, partners=tuple(attrs.evolve(way, carries=90 * MEGABIT) for way in one.partners))
+        for peer, one in waited.items()
+    }
+    lines = lines_of(members, rates)
+    assert min(lines.up.min(), lines.down.min()) == 90 * MEGABIT
+    plan = scheduled(make_plan(members, 25 << 18), lines)
+    assert (plan.schedule, plan.blocks) == ("ring", ())
+
+
+def test_latency_that_is_hidden_behind_the_data_is_no_reason_against_a_ring():
+    members = peers(4)
+    lines = lines_of(members, with_lines(members, [100 * MEGABIT] * 4, rtt=100_000))
+    assert scheduled(make_plan(members, 25 << 18), lines).schedule == "ring"
+    assert scheduled(make_plan(members, 1 << 14), lines).schedule == "direct"

@@ -1,15 +1,23 @@
 """Records: any way of cutting the bytes gives the same plaintexts, and nothing else is accepted."""
 
 import contextlib
+import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import noise, records
 from protocol.errors import ProtocolError
 from protocol.noise import CipherState
-from protocol.records import MAX_PLAINTEXT, READ_SIZE, SHORT, RecordReader, RecordWriter
+from protocol.records import (
+    LARGEST_BUFFER,
+    MAX_PLAINTEXT,
+    SHORT,
+    SMALLEST_BUFFER,
+    RecordReader,
+    RecordWriter,
+)
 
 KEY = bytes(range(32))
 
@@ -41,7 +49,7 @@ def split(sealed):
     """The single records."""
     out, start = [], 0
     while start < len(sealed):
-        end = start + 2 + int.from_bytes(sealed[start : start + 2], "big")
+        end = start + 4 + int.from_bytes(sealed[start : start + 4], "big")
         out.append(bytes(sealed[start:end]))
         start = end
     return out
@@ -50,7 +58,7 @@ def split(sealed):
 def test_golden_bytes():
     assert (
         writer().seal(b"hello", b"").hex()
-        == "001566d9d9b2da0e0c4679f3a82524f5e0499271e16f300010367ef8288831557408e102950a16e26a"
+        == "0000001566d9d9b2da0e0c4679f3a82524f5e0499271e16f3000000010367ef8288831557408e102950a16e26a"
     )
 
 
@@ -73,7 +81,7 @@ def test_byte_by_byte():
 
 
 def test_many_large_records_in_odd_pieces():
-    plaintexts = [bytes([number]) * (MAX_PLAINTEXT - number % 3) for number in range(40)]
+    plaintexts = [bytes([number]) * (MAX_PLAINTEXT - number % 3) for number in range(12)]
     sealed = writer().seal(*plaintexts)
     target = reader()
     out = []
@@ -82,12 +90,66 @@ def test_many_large_records_in_odd_pieces():
     assert out == plaintexts
 
 
-def test_there_is_always_space_for_a_large_read():
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 4000, 65_536, 131_072, 200_000, MAX_PLAINTEXT]), min_size=1, max_size=8),
+    reads=st.lists(st.sampled_from([1, 5, 3000, 2 * MAX_PLAINTEXT]), max_size=5),
+)
+def test_there_is_always_space(sizes, reads):
+    plaintexts = [bytes([number]) * size for number, size in enumerate(sizes)]
+    sealed = bytes(writer().seal(*plaintexts))
+    target = reader()
+    out, start = [], 0
+    for most in itertools.cycle([*reads, 70_000]):
+        space = target.space()
+        assert space
+        assert len(target._buffer) <= max(SMALLEST_BUFFER, min(2 * start, LARGEST_BUFFER))
+        count = min(len(space), len(sealed) - start, most)
+        space[:count] = sealed[start : start + count]
+        target.received(count)
+        start += count
+        while (record := target.next_record()) is not None:
+            out.append(record)
+        if start == len(sealed):
+            break
+    assert out == plaintexts
+
+
+def test_a_long_record_takes_no_memory_before_it_arrives():
     sealed = writer().seal(bytes(MAX_PLAINTEXT))
     target = reader()
-    assert put(target, sealed[:-1]) == []
-    assert len(target.space()) >= READ_SIZE
-    assert put(target, sealed[-1:]) == [bytes(MAX_PLAINTEXT)]
+    assert put(target, sealed[:100]) == []
+    assert len(target._buffer) == SMALLEST_BUFFER
+    assert put(target, sealed[100:]) == [bytes(MAX_PLAINTEXT)]
+    assert len(target._buffer) == LARGEST_BUFFER
+
+
+def test_memory_for_large_reads_is_given_back_when_it_is_empty():
+    source, target = writer(), reader()
+    assert put(target, source.seal(bytes(MAX_PLAINTEXT))) == [bytes(MAX_PLAINTEXT)]
+    first, second = split(source.seal(b"1" * MAX_PLAINTEXT, b"2"))
+    assert put(target, first[:-1]) == []
+    target.release()
+    assert put(target, first[-1:] + second) == [b"1" * MAX_PLAINTEXT, b"2"]
+    target.space()
+    assert len(target._buffer) == SMALLEST_BUFFER
+    assert put(target, source.seal(b"3" * MAX_PLAINTEXT)) == [b"3" * MAX_PLAINTEXT]
+
+
+def test_little_is_read_beyond_the_end_of_a_long_record():
+    """It would have to be moved before the next one can be completed."""
+    sealed = writer().seal(*[bytes(MAX_PLAINTEXT)] * 3)
+    target = reader()
+    start = 0
+    while start < len(sealed):
+        space = target.space()
+        count = min(len(space), len(sealed) - start)
+        space[:count] = sealed[start : start + count]
+        target.received(count)
+        start += count
+        while target.next_record() is not None:
+            pass
+        assert target.pending <= SHORT or start <= MAX_PLAINTEXT
 
 
 def test_buffers_of_all_kinds_are_sealed():
@@ -97,7 +159,7 @@ def test_buffers_of_all_kinds_are_sealed():
 
 def test_too_long_a_plaintext_is_refused_before_anything_is_sealed():
     source = writer()
-    with pytest.raises(ValueError, match="at most 65519"):
+    with pytest.raises(ValueError, match="at most 524288"):
         source.seal(b"first", bytes(MAX_PLAINTEXT + 1))
     assert put(reader(), source.seal(b"first")) == [b"first"]
 
@@ -213,28 +275,28 @@ def test_reflected_and_foreign_records_fail():
     refused(writer(bytes(32)).seal(b"record 0"))
 
 
-@given(index=st.integers(2, 2 + 8 + 16 - 1), change=st.integers(1, 255))
+@given(index=st.integers(4, 4 + 8 + 16 - 1), change=st.integers(1, 255))
 def test_changed_records_fail(index, change):
     sealed = writer().seal(b"record 0")
     sealed[index] ^= change
     refused(sealed)
 
 
-@pytest.mark.parametrize("size", range(16))
-def test_records_shorter_than_a_tag_fail_at_once(size):
-    refused(size.to_bytes(2, "big"))
+@pytest.mark.parametrize("size", [*range(16), MAX_PLAINTEXT + 17, 2**32 - 1])
+def test_records_shorter_than_a_tag_or_too_long_fail_at_once(size):
+    refused(size.to_bytes(4, "big"))
 
 
 def test_a_changed_length_fails_when_the_bytes_are_there():
     sealed = writer().seal(b"record 0", b"record 1")
-    sealed[1] += 1
+    sealed[3] += 1
     refused(sealed)
     sealed = writer().seal(b"record 0", b"record 1")
-    sealed[1] -= 1
+    sealed[3] -= 1
     refused(sealed)
 
 
-@given(st.binary(min_size=2 + 16, max_size=1000))
+@given(st.binary(min_size=4 + 16, max_size=1000))
 def test_nonsense_never_gives_a_record(data):
     target = reader()
     with contextlib.suppress(ProtocolError):

@@ -72,9 +72,9 @@ async def read(stream, size):
     return bytes(data)
 
 
-async def read_frame(stream):
-    """The next handshake message or record, with its length."""
-    head = await read(stream, 2)
+async def read_frame(stream, size=2):
+    """The next handshake message or record (with 4), with its length, which has that size."""
+    head = await read(stream, size)
     return head + await read(stream, int.from_bytes(head, "big"))
 
 
@@ -116,7 +116,7 @@ class Middle:
         for _ in range(2):
             await far.send(await read_frame(near))
         while True:
-            records = [await read_frame(near), await read_frame(near)]
+            records = [await read_frame(near, 4), await read_frame(near, 4)]
             await far.send(b"".join(self.records(records)))
 
     async def back(self, far, near):
@@ -167,10 +167,10 @@ TAMPERING = {
     "reordered": lambda records: records[::-1],
     "left out": lambda records: records[1:],
     "truncated": lambda records: [records[0][:-1], records[1]],
-    "shortened": lambda records: [(len(records[0]) - 3).to_bytes(2, "big") + records[0][2:-1], records[1]],
+    "shortened": lambda records: [(len(records[0]) - 5).to_bytes(4, "big") + records[0][4:-1], records[1]],
     "changed": lambda records: [records[0][:-1] + bytes([records[0][-1] ^ 1]), records[1]],
-    "made up": lambda records: [*records, b"\0\x20" + bytes(32)],
-    "empty": lambda records: [*records, b"\0\0"],
+    "made up": lambda records: [*records, b"\0\0\0\x20" + bytes(32)],
+    "empty": lambda records: [*records, bytes(4)],
 }
 
 

@@ -19,15 +19,15 @@ async def test_a_message_that_is_too_long_ends_the_conversation_and_nothing_else
         await trio.sleep_forever()
 
     async def coordinate(request, stream):
-        session = Session(stream, pulse=1.0)
+        session = Session(stream, 1.0, lambda: 7)
         sessions.append(session)
         session.put(Echo("x" * MAX_MESSAGE))
         await session.run(attend)
         ended.set()
 
     a, b = await start_endpoint(1), await start_endpoint(2, handlers=[(Queued, coordinate), (Echo, echo)])
-    async with a.endpoint.open(b.peer, Queued()) as stream:
-        assert await stream.receive(Queued) == Queued()
+    async with a.endpoint.open(b.peer, Queued(0)) as stream:
+        assert await stream.receive(Queued) == Queued(7)
         await ended.wait()
         assert isinstance(sessions[0].error, MessageTooLong)
     assert await a.endpoint.request(b.peer, Echo(""), Echo) == Echo("!")

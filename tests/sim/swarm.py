@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 import trio
 
+from protocol.awake import Awake
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import ShoalError
@@ -60,6 +61,7 @@ class SimulatedPeer:
         )
         self.scope = trio.CancelScope()
         self.alive = False
+        self.awake = Awake()
 
     # The roster.
 
@@ -71,6 +73,9 @@ class SimulatedPeer:
 
     def arriving(self) -> Sequence[PeerId]:
         return ()
+
+    def woken(self) -> bool:
+        return self.awake.lately
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self.endpoint.connected

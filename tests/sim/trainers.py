@@ -163,15 +163,7 @@ class Trainer(SimulatedPeer):
         original = self.rounds._begin
 
         def begin(plan, work):
-            return Transfer(
-                plan,
-                work.values,
-                endpoint=self.endpoint,
-                inbox=self.rounds._inbox,
-                times=self.swarm.times,
-                memory=self.rounds._carrying.vectors,
-                previous=work.last,
-            )
+            return self.rounds._carrying.make(plan, work)
 
         self.rounds._begin = begin
 

@@ -12,7 +12,7 @@ import trio
 from protocol.codecs import ErrorFeedback, make_codec
 from protocol.coordinator import Coordinator, Send
 from protocol.errors import PeerGone, ShoalError
-from protocol.plan import NO_BALLOT, NO_DIGEST
+from protocol.plan import NO_BALLOT, NO_DIGEST, coordinators
 from protocol.round_messages import GatherBlock, Propose, Queued, Ready, RingData
 from protocol.weights import SIZE
 
@@ -111,10 +111,16 @@ async def test_a_coordinator_that_mixes_up_signatures_does_not_make_a_round(auto
         assert lies
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "gather"])
 async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be_over(
-    autojump_clock, swarm_of, monkeypatch
+    autojump_clock, swarm_of, monkeypatch, operation
 ):
+    """Of a gather too, though nobody knows what others might have brought."""
     length = 200_000
+    call = {
+        "all_reduce": lambda peer: peer.collective.all_reduce(torch.ones(length)),
+        "gather": lambda peer: peer.collective.gather(bytes(length)),
+    }[operation]
     async with swarm_of(6) as swarm:
         times = swarm.times
         liar = swarm.peers[2]
@@ -129,11 +135,11 @@ async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be
         monkeypatch.setattr(Coordinator, "_propose", nothing)
         others = [peer for peer in swarm.peers if peer is not liar]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(liar.collective.all_reduce, torch.zeros(length))
+            nursery.start_soon(call, liar)
             begun = trio.current_time()
             while not silent:
                 begun = trio.current_time()
-                await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(length)), others)
+                await swarm.together(call, others)
             took = trio.current_time() - begun
             nursery.cancel_scope.cancel()
         assert took < 2 * (times.grace + times.slack) + times.attempt(length, 6) + 5
@@ -151,37 +157,39 @@ async def test_strangers_wait_for_no_tag(autojump_clock, swarm_of):
         assert trio.current_time() - begun < 1
 
 
+def in_order(swarm):
+    """The two peers as plans without a tag have them: the first one opens the stream, so it can lie."""
+    by_id = {peer.id: peer for peer in swarm.peers}
+    return [by_id[peer] for peer in coordinators(swarm.run_id, 0, by_id)]
+
+
 async def test_values_that_are_not_finite_do_not_reach_the_caller_of_an_exchange(autojump_clock, swarm_of):
     async with swarm_of(2) as swarm:
-        honest, liar = swarm.peers
+        liar, honest = in_order(swarm)
         twist(liar, data=lambda data: torch.full((len(data) // 4,), torch.inf).numpy().tobytes())
         twist(honest)
         with pytest.raises(ValueError, match="finite"):
             await honest.collective.exchange(torch.tensor([torch.nan]))
-        problems = set()
-        for _ in range(8):  # which of them opens the stream, and so which one can lie here, depends on the plan
+        for _ in range(3):
             outcomes = await swarm.together(lambda peer: peer.collective.exchange(torch.ones(5)))
-            exchanged = outcomes[honest]
-            assert exchanged.values is None or exchanged.values.tolist() == [1.0] * 5
-            problems.add(exchanged.problem and "finite" in exchanged.problem)
-        assert True in problems
+            assert outcomes[honest].values is None
+            assert "finite" in outcomes[honest].problem
 
 
 async def test_what_an_exchange_leaves_out_counts_only_if_the_partner_keeps_to_the_rules(autojump_clock, swarm_of):
     length, codec = 3000, make_codec("int4")
     async with swarm_of(2, codec="int4") as swarm:
-        honest, liar = swarm.peers
-        twist(liar, data=lambda data: b"\xff" * len(data))  # scales that are no numbers
+        liar, honest = in_order(swarm)
+        lies = False
+        twist(liar, data=lambda data: b"\xff" * len(data) if lies else data)  # scales that are no numbers
         values = torch.randn(length, generator=torch.Generator().manual_seed(1))
-        feedback, problems = ErrorFeedback(codec, length), set()
-        for _ in range(8):  # the liar can lie if it opens the stream
+        feedback = ErrorFeedback(codec, length)
+        for lies in (False, True, False, True, True, False):
             outcomes = await swarm.together(lambda peer: peer.collective.exchange(values))
-            problems.add(outcomes[honest].problem)
+            assert ("scale" in outcomes[honest].problem) == lies
             data, expected = bytearray(codec.encoded_size(length)), torch.empty(length)
             feedback.encode(0, values, data)
             codec.decode(data, expected)
             if outcomes[honest].values is not None:
                 assert torch.equal(outcomes[honest].ours, expected)
                 feedback.commit()
-        assert "" in problems
-        assert any("scale" in problem for problem in problems)

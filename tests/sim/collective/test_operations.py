@@ -151,7 +151,7 @@ async def test_a_codec_makes_exchanges_shorter_and_both_hold_the_same_of_both(au
 async def test_pairs_change(autojump_clock, swarm_of):
     async with swarm_of(4) as swarm:
         partners = set()
-        for _ in range(6):
+        for _ in range(16):
             outcomes = await swarm.together(lambda peer: peer.collective.exchange(torch.zeros(3)))
             partners.add(outcomes[swarm.peers[0]].partner)
         assert partners == {peer.id for peer in swarm.peers[1:]}

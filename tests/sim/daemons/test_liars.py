@@ -203,7 +203,7 @@ class Staller(Obstructor):
     async def on_ready(self, request, stream):
         self.asked += 1
         while True:
-            await stream.send(Queued())
+            await stream.send(Queued(0))
             await trio.sleep(1)
 
     async def on_open(self, request, stream):

@@ -1,0 +1,115 @@
+"""For how long those whose bytes we wait for may be silent, by what they have sent so far. Without input or output.
+
+Bytes come in on some streams, each from a *source*. What a source has sent so far, or, before that, the pace of what
+was carried out last, says how long `SAMPLE` more bytes should take; `FACTOR` times as much is borne, but no less than
+`RoundTimes.quiet` and no more than `RoundTimes.stall`. It ends with a single byte. But bytes come to a stream a record
+at a time, which takes a while on a slow line that is shared: as long as the line itself brings something, silence is
+borne for as long as that may take.
+
+A source may have nothing to send because somebody before it is slow. So one that is overdue is asked, and excused if it
+is waiting itself: then it is the one to find out who is stuck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from protocol.coordinator import RoundTimes
+
+SAMPLE = 1 << 16
+"""Bytes whose time is taken; a source has to have sent as many before it goes by what it has sent."""
+
+FACTOR = 8.0
+"""Times the expected time that silence is borne."""
+
+LEAST = 1 << 12
+"""Bytes that a line has to bring to count as moving; what keeps a connection alive are fewer."""
+
+PERIOD = 0.25
+"""Seconds between two looks."""
+
+
+@attrs.define
+class _Source:
+    began: float
+    heard: float
+    line: int
+    """Bytes that the line has brought."""
+    line_then: int
+    """The same when it was heard."""
+    count: int = 0
+
+    @property
+    def moving(self) -> bool:
+        return self.line - self.line_then >= LEAST
+
+
+class Silence:
+    """Who has been silent for how long. Times are the caller's, in seconds.
+
+    Args:
+        times: The bounds.
+        lines: Whose bytes are awaited, and how many their lines have brought by now. They may share one.
+        pace: Bytes per second that came in when something was carried out last; 0 if that is not known.
+        now: The time.
+    """
+
+    def __init__(self, times: RoundTimes, lines: Mapping[int, int], *, pace: float, now: float) -> None:
+        self._times, self._pace = times, pace
+        self._sources = {source: _Source(now, now, line, line) for source, line in lines.items()}
+        self._heard = now
+        self.longest = times.stall + SAMPLE * len(lines) / times.slowest
+        """Seconds of silence that are borne at most."""
+        self.due = now + PERIOD
+        """When to look again."""
+
+    def over(self, source: int) -> None:
+        """All has come from there."""
+        self._sources.pop(source, None)
+
+    def limit(self, source: int) -> float:
+        """Seconds of silence that are borne."""
+        one, times = self._sources[source], self._times
+        if one.moving:
+            return self.longest
+        pace = one.count / max(one.heard - one.began, 1e-9) if one.count >= SAMPLE else self._pace
+        expected = FACTOR * SAMPLE / pace if pace else times.stall
+        return min(max(times.quiet, expected), times.stall)
+
+    def silent(self, source: int, now: float) -> float:
+        """Seconds since something came, or the source was excused."""
+        return now - self._sources[source].heard
+
+    def last(self, now: float) -> float:
+        """Seconds since something came from anybody, or anybody was excused."""
+        return now - self._heard
+
+    def look(self, counts: Mapping[int, int], lines: Mapping[int, int], now: float) -> list[int]:
+        """Takes in how many bytes have come from each source, and what its line has brought in all.
+
+        Returns who is overdue, the longest silent first. To be called when it is `due`; if that was long ago, this
+        process was stopped: that is nobody's silence.
+        """
+        stopped = max(0.0, now - self.due - PERIOD)
+        self.due = now + PERIOD
+        self._heard = min(now, self._heard + stopped)
+        for source, one in self._sources.items():
+            one.began += stopped
+            one.heard = min(now, one.heard + stopped)
+            one.line = lines[source]
+            if counts[source] > one.count:
+                one.count, one.heard, one.line_then, self._heard = counts[source], now, one.line, now
+        overdue = [source for source in self._sources if self.overdue(source, now)]
+        return sorted(overdue, key=lambda source: self._sources[source].heard)
+
+    def overdue(self, source: int, now: float) -> bool:
+        """Whether the source has been silent for too long. Not one from which all has come."""
+        return source in self._sources and self.silent(source, now) >= self.limit(source)
+
+    def excuse(self, source: int, now: float) -> None:
+        """The source has nothing that it could send."""
+        if source in self._sources:
+            one = self._sources[source]
+            one.heard, one.line_then, self._heard = now, one.line, now

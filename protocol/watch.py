@@ -1,0 +1,108 @@
+"""Watches what comes in of one attempt, and finds out who is stuck; see `protocol.silence`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import TypeAlias
+
+import attrs
+import trio
+
+from protocol.coordinator import RoundTimes
+from protocol.endpoint import Endpoint, Stream
+from protocol.identity import PeerId
+from protocol.silence import Silence
+
+Ask: TypeAlias = Callable[[int], Awaitable[float | None]]
+"""Asks the member at a place for how long nothing has come in there: see `Attempt.waiting`. None without an answer."""
+
+
+@attrs.define
+class _Incoming:
+    stream: Stream | None = None
+    done: int = 0
+
+
+class Watch:
+    """One member's watch over those that send to it, who go by their places in the plan.
+
+    Args:
+        sources: Who sends to us.
+        times: How long silence may last.
+        pace: Bytes per second that came in when something was carried out last; 0 if that is not known.
+        ask: See `Ask`.
+        line: How many bytes have come from a source in all, whatever they are part of.
+        suspect: Who is at fault, as far as we can tell, if a source sends nothing.
+    """
+
+    def __init__(
+        self,
+        sources: Collection[int],
+        *,
+        times: RoundTimes,
+        pace: float,
+        ask: Ask,
+        line: Callable[[int], int],
+        suspect: Callable[[int], int] = lambda source: source,
+    ) -> None:
+        self._incoming = {source: _Incoming() for source in sources}
+        lines = {source: line(source) for source in sources}
+        self._silence = Silence(times, lines, pace=pace, now=trio.current_time())
+        self._ask, self._line, self._suspect = ask, line, suspect
+        self._longest = self._silence.longest + 2 * times.quiet  # who waits for longer should have found out why
+        self._left = set(sources)
+        self._done = trio.Event()
+
+    @property
+    def silent(self) -> float:
+        """Seconds since something came from anybody, or we knew why not."""
+        self._look()
+        return self._silence.last(trio.current_time())
+
+    def begun(self, source: int, stream: Stream) -> None:
+        """Its bytes come on this stream."""
+        self._incoming[source].stream = stream
+
+    def came(self, source: int, count: int) -> None:
+        """So many bytes are complete."""
+        self._incoming[source].done += count
+
+    def over(self, source: int) -> None:
+        """All has come."""
+        self._silence.over(source)
+        self._left.discard(source)
+        if not self._left:
+            self._done.set()
+
+    async def run(self) -> tuple[int, str] | None:
+        """Until somebody is stuck: who it is, and how that shows; or until all has come."""
+        while True:
+            with trio.move_on_at(self._silence.due):
+                await self._done.wait()
+                return None
+            for source in self._look():
+                suspect = self._suspect(source)
+                if suspect != source and not self._silence.overdue(suspect, trio.current_time()):
+                    continue  # it sends to us, slowly: so it does to others
+                waits = await self._ask(suspect)
+                if source in self._look():
+                    now = trio.current_time()
+                    if waits is None or waits > self._longest:
+                        return suspect, f"nothing came for {self._silence.silent(source, now):.3g} s"
+                    self._silence.excuse(source, now)
+                break
+
+    def _look(self) -> list[int]:
+        now, counts, lines = trio.current_time(), {}, {}
+        for source, one in self._incoming.items():
+            counts[source] = one.done + (0 if one.stream is None else one.stream.arrived)
+            lines[source] = self._line(source)
+            if one.stream is not None and one.stream.withheld:  # nothing can come
+                self._silence.excuse(source, now)
+        return self._silence.look(counts, lines, now)
+
+
+def received(endpoint: Endpoint, peer: PeerId) -> int:
+    """Bytes that have come from a peer in all, over the connection that there is now."""
+    known = endpoint.statistics(peer)
+    return 0 if known is None else known.bytes_received
