@@ -1,0 +1,222 @@
+"""One peer's side of a method: its outer state, its local parameters, and what it has exchanged and not applied yet.
+
+Who drives the training, a plain loop or the daemon, takes inner steps and carries out exchanges; in between it calls
+
+    stepped()                   after each inner step
+    begin(moment)               when an exchange is due: what to send
+    send(message)               the exchange is under way
+    arrived(mixed), lost()      what came of it, or that nothing did
+    land(moment)                applies the result: at once, or when the policy's delay is over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from optim.flat import FlatParameters, Selection, select
+from optim.recipe import Recipe
+from optim.sender import Message, Sender
+from optim.slots import Local, Mixed, Moment, Work
+from optim.state import OuterState
+
+
+@attrs.define(eq=False)
+class _Flight:
+    """An exchange from its beginning until its result is applied."""
+
+    message: Message
+    mixed: Mixed | None = None
+    after: OuterState | None = None
+
+
+class Replica:
+    """The state of one peer between exchanges.
+
+    Args:
+        method: The recipe.
+        flat: The parameters of the model that is trained locally; the outer state starts from their values.
+        tokens_per_step: What one inner step counts for.
+    """
+
+    def __init__(self, method: Recipe, flat: FlatParameters, *, tokens_per_step: int = 1) -> None:
+        self.recipe = method
+        self.outer: OuterState = method.outer.init(flat.read())
+        """As far as results have been applied."""
+        self.rounds = 0
+        """Exchanges whose result was applied."""
+        self.begun = 0
+        """Exchanges that were sent."""
+        self.local_steps = 0
+        """Inner steps since the last of them."""
+        self.sender = Sender(method)
+        self._flat, self._tokens_per_step = flat, tokens_per_step
+        self._flight: _Flight | None = None
+        self._share: float | None = None  # ours of the last mean
+        self._done = 0  # inner steps of all rounds
+        self._taken: dict[Selection, int] = {}  # how many of them there had been when each fragment was taken last
+
+    @property
+    def flying(self) -> bool:
+        """Whether an exchange has been sent, and its result not been applied."""
+        return self._flight is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the result of the exchange that is under way is here."""
+        return self._flight is not None and self._flight.mixed is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next exchange has to be waited for: without a delay, or while our share is not known yet."""
+        return self.recipe.policy.delay == 0 or (self.recipe.outer.ahead and self._share is None)
+
+    def stepped(self) -> None:
+        """An inner step has been taken."""
+        self.local_steps += 1
+        self._done += 1
+
+    def begin(self, moment: Moment) -> Message:
+        """What to send in the next exchange. The result of the one before, which must be here, is applied first."""
+        waits = self.waits
+        fragment = self._fragment(self.begun + 1)
+        if self._flight is not None and self.recipe.payload.settled:
+            self.land(moment)
+        message = self._prepare(fragment, moment.lr)
+        if self._flight is not None:
+            self.land(moment, message.taken)
+        elif self._share is not None and self.recipe.outer.ahead:
+            none = torch.zeros_like(message.taken)
+            nobody = Mixed(mean=none, own=none, members=(), share=self._share)
+            self._merge(fragment, self._after(message, nobody, moment, message.taken))
+        elif self._a_round_late(moment) and not waits:
+            self._merge(fragment, self.outer)  # what was done comes back with the result
+        return message
+
+    def send(self, message: Message) -> None:
+        """This message, of which `begin` has told, is under way."""
+        self._flight = _Flight(message)
+        self.begun += 1
+        self._taken[self._fragment(message.round)] = self._done
+        self.local_steps = 0
+
+    def arrived(self, mixed: Mixed, after: OuterState | None = None) -> None:
+        """What came of the exchange that is under way. `after`: the outer state that follows from it, if known."""
+        assert self._flight is not None
+        self._flight.mixed, self._flight.after = mixed, after
+
+    def lost(self) -> None:
+        """Nothing came of the exchange that is under way, and nothing will."""
+        self._flight = None
+
+    def land(self, moment: Moment, fresh: torch.Tensor | None = None) -> None:
+        """Applies the result that has arrived.
+
+        Args:
+            moment: Now.
+            fresh: What we would exchange now, if the caller knows it.
+        """
+        flight, self._flight = self._flight, None
+        assert flight is not None and flight.mixed is not None
+        message, mixed, after = flight.message, flight.mixed, flight.after
+        fragment = self._fragment(message.round)
+        if after is None:
+            fresh = self._prepare(fragment, moment.lr).taken if fresh is None else fresh
+            after = self._after(message, mixed, moment, fresh)
+        self._merge(fragment, after)
+        self.sender.sent(message, mixed)
+        self._share = mixed.share
+        self.rounds += 1
+
+    def step_of(self, state: OuterState, mixed: Mixed, moment: Moment, fresh: torch.Tensor) -> OuterState:
+        """The outer state after the exchange `moment.round`; a pure function of its arguments."""
+        fragment = self._fragment(moment.round)
+        return _replaced(state, fragment, self.recipe.outer.step(_part(state, fragment), mixed, moment, fresh))
+
+    def _after(self, message: Message, mixed: Mixed, moment: Moment, fresh: torch.Tensor) -> OuterState:
+        return self.step_of(self.outer, mixed, attrs.evolve(moment, round=message.round), fresh)
+
+    def _merge(self, fragment: Selection, outer: OuterState) -> None:
+        inner = self._flat.read()
+        merged = self.recipe.merge.apply(
+            fragment.take(inner), fragment.take(self.outer.parameters), fragment.take(outer.parameters)
+        )
+        self._flat.write(fragment.put(inner, merged))
+        self.outer = outer
+
+    def _prepare(self, fragment: Selection, lr: float) -> Message:
+        anchor = self._flat.rounded(self.outer.parameters)
+        local = Local(
+            state=_part(self.outer, fragment),
+            anchor=fragment.take(anchor),
+            inner=fragment.take(self._flat.read()),
+            lr=lr,
+        )
+        steps = self._done - self._taken.get(fragment, 0)
+        return self.sender.prepare(local, Work(steps, steps * self._tokens_per_step), fragment.layout, self.begun + 1)
+
+    def _fragment(self, round: int) -> Selection:
+        slices = self._flat.slices
+        return select(slices, self.recipe.fragmenter.fragment(slices, round))
+
+    def _a_round_late(self, moment: Moment) -> bool:
+        """Whether a result is applied when the next exchange begins, and local steps begin at the outer parameters."""
+        policy = self.recipe.policy
+        if policy.delay == 0 or self.recipe.payload.settled:
+            return False
+        return policy.delay >= policy.steps(attrs.evolve(moment, round=2))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it but the local parameters, and what is under way only if its result is here."""
+        saved: dict[str, Any] = {
+            "parameters": self.outer.parameters,
+            "buffers": dict(self.outer.buffers),
+            "rounds": self.rounds,
+            "local_steps": self.local_steps,
+            "begun": self.begun,
+            "taken": [(list(fragment.places), done - self._done) for fragment, done in self._taken.items()],
+            "memory": self.sender.state_dict(),
+            "share": self._share,
+        }
+        if self._flight is not None and self._flight.mixed is not None:
+            message, mixed = self._flight.message, self._flight.mixed
+            saved["flight"] = {
+                "taken": message.taken,
+                "values": message.values,
+                "weight": message.weight,
+                "memory": dict(message.memory if mixed.memory is None else mixed.memory),
+                "round": message.round,
+                "mean": mixed.mean,
+                "own": mixed.own,
+                "share": mixed.share,
+            }
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, Any], outer: OuterState) -> None:
+        """Takes back what `state_dict` returned, with its outer state."""
+        self.outer, self.rounds, self.local_steps = outer, saved["rounds"], saved["local_steps"]
+        self.begun, self._done, self._share = saved["begun"], 0, saved["share"]
+        self._taken = {select(self._flat.slices, places): done for places, done in saved["taken"]}
+        self.sender.load_state_dict(saved["memory"])
+        self._flight = self._saved_flight(saved["flight"]) if "flight" in saved else None
+
+    def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
+        fields = {key: saved[key] for key in ("taken", "values", "weight", "memory", "round")}
+        message = Message(**fields, layout=self._fragment(saved["round"]).layout)
+        return _Flight(message, Mixed(mean=saved["mean"], own=saved["own"], members=(), share=saved["share"]))
+
+
+def _part(state: OuterState, fragment: Selection) -> OuterState:
+    """The outer state of one fragment."""
+    return OuterState(
+        fragment.take(state.parameters), {name: fragment.take(buffer) for name, buffer in state.buffers.items()}
+    )
+
+
+def _replaced(state: OuterState, fragment: Selection, part: OuterState) -> OuterState:
+    """The outer state with another one of a fragment."""
+    buffers = {name: fragment.put(buffer, part.buffers[name]) for name, buffer in state.buffers.items()}
+    return OuterState(fragment.put(state.parameters, part.parameters), buffers)
