@@ -53,13 +53,15 @@ class GatheredMean:
     """Everybody gets everybody's values in compressed form, and sums what they mean, in the order of the peer ids."""
 
     compressor: Compressor
+    max_weight: float = MAX_WEIGHT
+    """The most that one peer's values may count; those that claim more do not count at all."""
 
     def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
         encoded = self.compressor.encode(values, layout, round)
         gathered = yield Gather(struct.pack("<d", weight) + encoded if weight else None)
         assert isinstance(gathered, Gathered)
         told = {peer: _told(gathered.blocks[peer], self.compressor, layout) for peer in sorted(gathered.blocks)}
-        said = {peer: (weight, block) for peer, (weight, block) in told.items() if weight > 0}
+        said = {peer: (weight, block) for peer, (weight, block) in told.items() if 0 < weight <= self.max_weight}
         total = math.fsum(weight for weight, _ in said.values())
         mean = self.compressor.combine([(block, weight / total) for weight, block in said.values()], layout, round)
         own = self.compressor.decode(encoded, layout, round) if weight else torch.zeros_like(values)

@@ -29,6 +29,10 @@ class _Flight:
     """An exchange from its beginning until its result is applied."""
 
     message: Message
+    local_steps: int
+    """Inner steps that it took."""
+    taken: int
+    """`_taken` of its fragment before it."""
     mixed: Mixed | None = None
     after: OuterState | None = None
 
@@ -70,6 +74,12 @@ class Replica:
         return self._flight is not None and self._flight.mixed is not None
 
     @property
+    def latest(self) -> OuterState:
+        """The outer state with what has arrived, applied or not."""
+        flight = self._flight
+        return self.outer if flight is None or flight.after is None else flight.after
+
+    @property
     def waits(self) -> bool:
         """Whether the next exchange has to be waited for: without a delay, or while our share is not known yet."""
         return self.recipe.policy.delay == 0 or (self.recipe.outer.ahead and self._share is None)
@@ -98,9 +108,10 @@ class Replica:
 
     def send(self, message: Message) -> None:
         """This message, of which `begin` has told, is under way."""
-        self._flight = _Flight(message)
+        fragment = self._fragment(message.round)
+        self._flight = _Flight(message, self.local_steps, self._taken.get(fragment, 0))
         self.begun += 1
-        self._taken[self._fragment(message.round)] = self._done
+        self._taken[fragment] = self._done
         self.local_steps = 0
 
     def arrived(self, mixed: Mixed, after: OuterState | None = None) -> None:
@@ -109,8 +120,42 @@ class Replica:
         self._flight.mixed, self._flight.after = mixed, after
 
     def lost(self) -> None:
-        """Nothing came of the exchange that is under way, and nothing will."""
+        """Nothing came of the exchange that is under way, and nothing will. It was one all the same."""
         self._flight = None
+
+    def recall(self, moment: Moment) -> None:
+        """The exchange that is under way is to begin anew, with what has been done since then as well."""
+        flight, self._flight = self._flight, None
+        assert flight is not None and flight.mixed is None
+        self.begun -= 1
+        self._taken[self._fragment(flight.message.round)] = flight.taken
+        if not self._a_round_late(moment):  # else that work is lost
+            self.local_steps += flight.local_steps
+
+    def skip(self, moment: Moment) -> None:
+        """The exchange that is under way, or due, has taken place without us. Our work counts in the next one."""
+        if self._flight is not None:
+            self.recall(moment)
+        self.begun += 1
+
+    def restart(self, outer: OuterState, begun: int, drift: torch.Tensor | None = None) -> None:
+        """Goes on from another outer state, after so many exchanges.
+
+        Args:
+            outer: The state.
+            begun: Exchanges that led to it.
+            drift: By how much the local parameters already differ from it, after `local_steps` steps; None: not at all.
+        """
+        anchor = self._flat.rounded(outer.parameters)
+        self._flat.write(outer.parameters if drift is None else anchor + drift)
+        self.outer, self.begun = outer, begun
+        self.local_steps = 0 if drift is None else self.local_steps
+        self._done, self._taken, self._share, self._flight = self.local_steps, {}, None, None
+
+    @property
+    def drift(self) -> torch.Tensor:
+        """By how much the local parameters differ from the outer ones."""
+        return torch.sub(self._flat.read(), self._flat.rounded(self.outer.parameters))
 
     def land(self, moment: Moment, fresh: torch.Tensor | None = None) -> None:
         """Applies the result that has arrived.
@@ -195,6 +240,42 @@ class Replica:
             }
         return saved
 
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """What this peer remembers for itself, by name: with this, and an outer state, it can go on.
+
+        Where all peers have one outer state, that is what exchanges have left out; else also what is not applied yet.
+        """
+        memory = self.sender.state_dict()
+        own = {f"memory.{name}\n{key}": values for key, kept in memory.items() for name, values in kept.items()}
+        if self.recipe.shared or self._share is None:
+            return own
+        own["share"] = torch.tensor(self._share, dtype=torch.float64)
+        if self._flight is not None and self._flight.mixed is not None:
+            message, mixed = self._flight.message, self._flight.mixed
+            after = message.memory if mixed.memory is None else mixed.memory
+            numbers = torch.tensor([message.round, message.weight, mixed.share], dtype=torch.float64)
+            flight = {"taken": message.taken, "values": message.values, "mean": mixed.mean, "own": mixed.own}
+            own |= {f"flight.{name}": values for name, values in {**flight, "numbers": numbers}.items()}
+            own |= {f"flight.memory.{name}": values for name, values in after.items()}
+        return own
+
+    def load_own_state(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Takes back what `own_state` returned."""
+        memory: dict[str, dict[str, torch.Tensor]] = {}
+        for name in own:
+            if name.startswith("memory."):
+                kept, _, key = name.removeprefix("memory.").partition("\n")
+                memory.setdefault(key, {})[kept] = own[name]
+        self.sender.load_state_dict(memory)
+        self._share = float(own["share"]) if "share" in own else None
+        if "flight.numbers" in own:
+            number, weight, share = own["flight.numbers"].tolist()
+            prefix = "flight.memory."
+            after = {name.removeprefix(prefix): values for name, values in own.items() if name.startswith(prefix)}
+            tensors = {name: own[f"flight.{name}"] for name in ("taken", "values", "mean", "own")}
+            fields = {"round": int(number), "weight": weight, "share": share, "memory": after}
+            self._flight = self._saved_flight({**tensors, **fields})
+
     def load_state_dict(self, saved: Mapping[str, Any], outer: OuterState) -> None:
         """Takes back what `state_dict` returned, with its outer state."""
         self.outer, self.rounds, self.local_steps = outer, saved["rounds"], saved["local_steps"]
@@ -206,7 +287,7 @@ class Replica:
     def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
         fields = {key: saved[key] for key in ("taken", "values", "weight", "memory", "round")}
         message = Message(**fields, layout=self._fragment(saved["round"]).layout)
-        return _Flight(message, Mixed(mean=saved["mean"], own=saved["own"], members=(), share=saved["share"]))
+        return _Flight(message, 0, 0, Mixed(mean=saved["mean"], own=saved["own"], members=(), share=saved["share"]))
 
 
 def _part(state: OuterState, fragment: Selection) -> OuterState:

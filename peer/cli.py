@@ -502,7 +502,7 @@ def _ask() -> dict[str, dict[str, object]]:
             "width": typer.prompt("Width of the model", default.model.width, type=int),
         },
         "algorithm": {
-            "inner_steps": typer.prompt("Local steps between two rounds", default.algorithm.inner_steps, type=int)
+            "inner_steps": typer.prompt("Local steps between two rounds", default.algorithm["inner_steps"], type=int)
         },
     }
 

@@ -40,6 +40,7 @@ from peer.reach import (
     write_book,
 )
 from peer.rotation import open_keyring
+from peer.schedule import Schedule
 from peer.settings import Settings
 from peer.status import member_status
 from peer.sync import Donor
@@ -458,8 +459,8 @@ def _allowed(manifest: Manifest) -> frozenset[PeerId] | None:
 
 def _plausible(settings: Settings, tip: Tip) -> bool:
     """Whether a state with this tip can exist: not beyond the last round, nor with more weight than rounds can give."""
-    limits, rounds = settings.limits, settings.run.rounds
-    return (not rounds or tip.revision <= rounds) and tip.weight <= tip.revision * limits.peers * limits.weight
+    limits, last = settings.limits, Schedule(settings, settings.algorithm.recipe()).last
+    return (not last or tip.revision <= last) and tip.weight <= tip.revision * limits.peers * limits.weight
 
 
 def _explained(error: BaseException) -> BaseException:

@@ -20,6 +20,7 @@ from protocol.operation import Operation
 from protocol.plan import NO_DIGEST
 from protocol.roster import Roster
 from protocol.rounds import Rounds
+from protocol.swap import Swap
 from protocol.transfer import IN_WORKER
 
 _T = TypeVar("_T")
@@ -131,20 +132,8 @@ class AsyncCollective:
             vector = await _flat(values)
             started = trio.current_time()
             agreed, swap = await rounds.exchange(number, vector, weight)
-            weights = dict(zip(agreed.members, agreed.weights, strict=True))
-            return Exchanged(
-                plan=agreed.plan,
-                attempts=agreed.attempts,
-                bytes_sent=swap.bytes_sent,
-                bytes_received=swap.bytes_received,
-                seconds=trio.current_time() - started,
-                partner=swap.partner,
-                values=swap.theirs,
-                ours=swap.ours,
-                weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
-                problem=swap.problem,
-                shapes=shapes_of(values),
-            )
+            exchanged = exchanged_of(agreed, swap, trio.current_time() - started)
+            return attrs.evolve(exchanged, shapes=shapes_of(values))
 
         return self._start(act, group, tag, timeout)
 
@@ -225,9 +214,30 @@ async def _flat(values: Tensors) -> torch.Tensor:
     return flat(values) if size < IN_WORKER else await trio.to_thread.run_sync(flat, values)
 
 
-async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
-    reduced = await rounds.gather(number, block_bytes(block))
+def exchanged_of(agreed: Reduced, swap: Swap, seconds: float) -> Exchanged:
+    """What came of an exchange, from what `Rounds.exchange` returned after so many seconds."""
+    weights = dict(zip(agreed.members, agreed.weights, strict=True))
+    return Exchanged(
+        plan=agreed.plan,
+        attempts=agreed.attempts,
+        bytes_sent=swap.bytes_sent,
+        bytes_received=swap.bytes_received,
+        seconds=seconds,
+        partner=swap.partner,
+        values=swap.theirs,
+        ours=swap.ours,
+        weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
+        problem=swap.problem,
+    )
+
+
+def gathered_of(reduced: Reduced) -> Gathered:
+    """What came of a gather, from what `Rounds.gather` or `Rounds.fetch_result` returned."""
     return Gathered(blocks=blocks_of(reduced), **_costs(reduced))
+
+
+async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
+    return gathered_of(await rounds.gather(number, block_bytes(block)))
 
 
 async def _broadcast(block: Block | None, rounds: Rounds, number: int) -> Broadcasted:

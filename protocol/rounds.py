@@ -217,7 +217,7 @@ class Rounds:
     # Taking part.
 
     async def all_reduce(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, part: str = ""
     ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
 
@@ -226,6 +226,7 @@ class Rounds:
             values: 1-D fp32 on the CPU, at least one element. Not changed, and not to be changed meanwhile.
             weight: What our values count; 0 to take part without contributing.
             digest: Of the state that the values belong to, that is, revision - 1.
+            part: Names what the values are a part of, if not all rounds are about the same values.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
@@ -239,7 +240,7 @@ class Rounds:
             raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
         offer = self._offer("reduce", revision, len(values), weight, digest)
         try:
-            encoded = await self._contributor.encode(values)
+            encoded = await self._contributor.encode(values, part)
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
             offer, encoded = attrs.evolve(offer, weight=0.0, signature=None), memoryview(b"")
