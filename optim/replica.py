@@ -255,8 +255,9 @@ class Replica:
             after = message.memory if mixed.memory is None else mixed.memory
             numbers = torch.tensor([message.round, message.weight, mixed.share], dtype=torch.float64)
             flight = {"taken": message.taken, "values": message.values, "mean": mixed.mean, "own": mixed.own}
-            own |= {f"flight.{name}": values for name, values in {**flight, "numbers": numbers}.items()}
-            own |= {f"flight.memory.{name}": values for name, values in after.items()}
+            # Copies, as they may be the same tensors.
+            own |= {f"flight.{name}": values.clone() for name, values in {**flight, "numbers": numbers}.items()}
+            own |= {f"flight.memory.{name}": values.clone() for name, values in after.items()}
         return own
 
     def load_own_state(self, own: Mapping[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
 
 import attrs
+import torch
 import trio
 
 from optim import OuterState
@@ -404,7 +405,7 @@ class Node:
 
     async def _save(self, state: CommittedState) -> CheckpointError | None:
         """Saves a checkpoint. If that fails (a full disk), says so; training can go on with the earlier ones."""
-        inner, own = await self.compute(self.trainer.inner_state), await self.compute(self.trainer.own_state)
+        inner, own = await self.compute(_remembered, self.trainer)
         saved = Checkpoint(self.settings, state, inner, own)
         try:
             await self.compute(checkpoint.save, self.checkpoints, saved, self.trainer.flat)
@@ -430,6 +431,10 @@ def _lags(member: Member, state: CommittedState) -> bool:
 
 def _committed(state: CommittedState, outer: OuterState, outcome: Outcome, own: bool) -> CommittedState:
     return state.commit(outer, plan=outcome.plan.id, contributions=outcome.plan.contributions, own=own)
+
+
+def _remembered(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return trainer.inner_state(), trainer.own_state()
 
 
 class _Meter:
