@@ -89,7 +89,7 @@ def carry_out(swarm: Collective, mixing: Generator[Operation, Outcome, _T], *, t
     try:
         operation = next(mixing)
         while True:
-            operation = mixing.send(_perform(swarm, operation, tag))
+            operation = mixing.send(perform(swarm, operation, tag))
     except StopIteration as end:
         result: _T = end.value
         return result
@@ -104,7 +104,8 @@ def tag_of(fragment: Layout, layout: Layout) -> str:
     return hashlib.sha256("\n".join(_key(fragment)).encode()).hexdigest()[:16]
 
 
-def _perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
+def perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
+    """Does one thing that an exchange asks for, and waits for it."""
     match operation:
         case AllReduce(values, weight):
             return swarm.all_reduce(values, weight, tag=tag)
