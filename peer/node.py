@@ -19,6 +19,7 @@ from optim import OuterState
 from peer import checkpoint
 from peer.chain import Tip
 from peer.checkpoint import Checkpoint, CheckpointError
+from peer.divergence import DivergenceGuard
 from peer.events import EventLog
 from peer.exchange import perform
 from peer.history import History, Rules
@@ -86,6 +87,7 @@ class Node:
     linger: float = 0.0
     """Seconds to stay after the last round at least, for newcomers."""
     _partial: Partial = attrs.field(factory=Partial, init=False)
+    _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
 
     async def run(self, local: Checkpoint | None, *, founding: int | None) -> None:
         """Finds the state and trains to the last round, or until cancelled.
@@ -402,6 +404,8 @@ class Node:
     async def _validate(self, state: CommittedState) -> None:
         loss = await self.compute(self.trainer.evaluate, state.outer)
         self.events.emit("validation", round=state.header.revision, loss=loss)
+        if self._guard.sees(loss):
+            self.events.emit("diverging", round=state.header.revision, loss=loss, best=self._guard.best)
 
     async def _save(self, state: CommittedState) -> CheckpointError | None:
         """Saves a checkpoint. If that fails (a full disk), says so; training can go on with the earlier ones."""
