@@ -108,7 +108,7 @@ class Node:
             if state is local.state:
                 await self.compute(self.trainer.resume, state.outer, state.header.revision, local.own)
         await self._validate(state)
-        last, saved = self.trainer.schedule.last, local and local.state
+        last, saved, validated = self.trainer.schedule.last, local and local.state, state
         while not last or state.header.revision < last:
             before = state
             state, took_part = await self._round(before)
@@ -116,7 +116,10 @@ class Node:
             if took_part:
                 saved = state if await self._save(state) is None else None
                 await self._validate(state)
+                validated = state
         problem = None if state is saved else await self._save(state)
+        if state is not validated:
+            await self._validate(state)
         await self._linger(state)
         if problem is not None:
             raise problem

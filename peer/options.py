@@ -187,8 +187,10 @@ class SettingsOptions:
         "algorithm", "outer_momentum"
     )
     constant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Another constant of the algorithm. May be repeated."),
+        list[object] | None,
+        typer.Option(
+            parser=parse_constant, metavar="KEY=VALUE", help="Another constant of the algorithm. May be repeated."
+        ),
     ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate of the local optimizer.")] = _setting("inner", "lr")
     batch: Annotated[int | None, typer.Option(help="Sequences per local step.")] = _setting("inner", "batch")
@@ -205,10 +207,8 @@ class SettingsOptions:
             if "setting" in field.metadata and value is not None:
                 table, key = field.metadata["setting"]
                 tables.setdefault(table, {})[key] = value
-        for text in self.constant or ():
-            key, value = parse_constant(text)
-            tables.setdefault("algorithm", {})[key] = value
-        return tables
+        constants = cast("list[tuple[str, object]]", self.constant or [])
+        return tables | ({"algorithm": tables.get("algorithm", {}) | dict(constants)} if constants else {})
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

@@ -90,6 +90,7 @@ class SimulatedSwarm:
         self.ticket: Ticket | None = None
         self.founder = None
         self.clock = trio.current_time  # for events
+        self.step = {}  # seconds that a computation takes at a peer, if not STEP, by name
         self.trainers = {}  # the last one of each peer, by name
         self._directory = directory
         self._nursery = nursery
@@ -173,7 +174,7 @@ class SimulatedSwarm:
         result = function(*arguments)
         if isinstance(result, Trainer):
             self.trainers[name] = result
-        await trio.sleep(STEP)
+        await trio.sleep(self.step.get(name, STEP))
         return result
 
 
