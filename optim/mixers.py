@@ -55,13 +55,13 @@ class Pairs:
     def mix(self, values: torch.Tensor, weight: float, layout: Layout, round: int, memory: Memory) -> Mixing[Mixed]:
         swapped = yield Exchange(values, weight, self.pairing)
         assert isinstance(swapped, Exchanged)
-        theirs = swapped.values
+        theirs, alone = swapped.values, Mixed(mean=values, own=values, members=(), share=1.0 if weight else 0.0)
         if theirs is None or swapped.partner is None:
-            return Mixed(mean=values, own=values, members=(), share=1.0)
+            return alone
         if theirs.shape != values.shape:
             raise ProtocolError(f"{swapped.partner.short} sent {len(theirs)} values, not {len(values)}")
         if swapped.weight == 0:
-            return Mixed(mean=values, own=values, members=(), share=1.0)
+            return alone
         if weight == 0:  # ours are no good
             return Mixed(mean=theirs, own=values, members=(swapped.partner,), share=0.0)
         ours = values if swapped.ours is None else swapped.ours  # both take the same two

@@ -99,8 +99,8 @@ def why_not(name: str) -> str | None:
     recipe = AlgorithmSettings(name).recipe()
     if recipe.late:
         return "its exchanges go on without those who are late, and a round of a run waits for all: use it in a script"
-    if not isinstance(recipe.policy, (FixedSteps, QuadraticSteps)):
-        return "its number of steps depends on what peers of a run do not tell each other: use it with LocalSwarm"
     if not isinstance(recipe.mixer, (RingMean, Pairs, GatheredMean)):
         return "it needs several operations, one after the other, in a round, and a round has one: use it in a script"
+    if not isinstance(recipe.policy, (FixedSteps, QuadraticSteps)):
+        return "its number of steps depends on what peers of a run do not tell each other: use it with LocalSwarm"
     return None

@@ -84,6 +84,7 @@ NOTES: Final[Mapping[str, str]] = {
     "algorithm.k": "values that are sent of each chunk of 64 × 64",
     "algorithm.bits": "bits of each value that is sent",
     "algorithm.decay": "share of what was not sent that is remembered",
+    "algorithm.pairing": "random pairs, or those of a one-peer graph: exponential or exponential-ring",
     "algorithm.corrected": "whether the final mean keeps the variance of each matrix",
     "round.grace": "seconds that the first ready peer waits for the others",
     "round.codec": "how updates are encoded on the wire: fp32, bf16, int8, int4 or e3m0",

@@ -124,3 +124,16 @@ def test_the_final_mean_keeps_the_variance_of_matrices():
     corrected, _ = run("gossip", 3, 5, corrected=True)
     torch.testing.assert_close(plain[0][32:40], corrected[0][32:40])  # a bias
     assert corrected[0][:32].var() >= plain[0][:32].var()
+
+
+@pytest.mark.parametrize("name", ["noloco", "gossip"])
+def test_who_is_spoiled_and_has_no_partner_goes_back_to_its_outer_parameters(alone, name):
+    model = make_model()
+    optimizer = LowCommunicationOptimizer(model, adamw(model), alone, recipe(name, inner_steps=2))
+    train(model, optimizer, batches(0, 3))
+    before = optimizer.outer.parameters.clone()
+    put(model, values_of(model) * float("nan"))
+    optimizer.synchronize()
+    optimizer.finish()
+    assert torch.equal(values_of(model), optimizer.outer.parameters)
+    torch.testing.assert_close(values_of(model), before, atol=0.1, rtol=0.1)

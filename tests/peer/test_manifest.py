@@ -162,6 +162,11 @@ def test_any_value_is_taken_or_refused_by_name(key, value):
             'algorithm.name = "dilocox": cannot be used in a run: it needs',
             None,
         ),
+        (
+            '[algorithm]\nname = "asynchronous"',
+            'algorithm.name = "asynchronous": cannot be used in a run: its exchanges go on without those who are late',
+            None,
+        ),
         ('[algorithm]\nname = "demo"', 'algorithm.name = "demo": cannot be used in a run: it exchanges in every', None),
         ("[algorithm]\ninner_step = 3", "unknown key algorithm.inner_step", "did you mean algorithm.inner_steps?"),
         ("[algorithm]\nfragments = 3", "unknown key algorithm.fragments", "known are name, inner_steps"),
