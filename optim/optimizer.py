@@ -175,8 +175,11 @@ class LowCommunicationOptimizer(Wrapper):
             How many peers took part.
 
         Raises:
+            SettingsError: With this method peers are at different exchanges, and may still get those that they missed.
             ShoalError: It failed, and may be called again.
         """
+        if self.recipe.late:
+            raise SettingsError("exchanges go on without those who are late: nobody can come to such a run later")
         if self._replica.flying:
             self._land()
         ours = Standing(self.rounds, self._replica.begun, self._replica.history, secrets.token_bytes(8))

@@ -26,10 +26,12 @@ def check_start(model: nn.Module, swarm: Collective, method: Recipe | GradientRe
     tensors of equal size in another order are averaged without anybody noticing.
 
     Raises:
-        SettingsError: The peers differ; the message says in what.
+        SettingsError: The peers differ; the message says in what. Or this process has only a part of the model.
         ShoalError: They could not be asked.
     """
     flat = FlatParameters(model)
+    if flat.slices != flat.whole:
+        raise SettingsError("the model is shared among several processes: none can compare all of its values")
     layout = "\n".join(f"{place.name} {list(place.shape)}" for place in flat.slices)
     texts = (repr(method).encode(), layout.encode(), vector_bytes(flat.read()))
     ours = b"".join(hashlib.sha256(text).digest() for text in texts)

@@ -1,5 +1,6 @@
 """Methods that do not wait for the slowest, against their equations, on simulated time."""
 
+import copy
 import threading
 
 import pytest
@@ -358,3 +359,34 @@ def test_real_peers_of_unequal_speed_end_with_the_same_bits():
     assert torch.equal(results[4][0], results[20][0])
     assert not torch.equal(results[4][0], values_of(make_model()))
     assert torch.equal(results[4][1], results[20][1])
+
+
+def test_nobody_comes_later_where_exchanges_do_not_wait(alone):
+    model = make_model()
+    optimizer = LowCommunicationOptimizer(model, adamw(model), alone, recipe("asynchronous"))
+    with pytest.raises(SettingsError, match="nobody can come"):
+        optimizer.welcome()
+
+
+def test_a_saved_exchange_has_what_was_missed_before_it():
+    """Who stops with a result that is not applied yet goes on with it, and with those that it brought along."""
+    swarm, steps = LocalSwarm(2), 5
+
+    def replica(peer):
+        index, model = swarm.peers.index(peer), make_model()
+        method = recipe("decoupled", inner_steps=2, fragments=1, delay=1, quorum=1, grace=0.1, keep=64)
+        optimizer = LowCommunicationOptimizer(model, adamw(model), peer, method)
+        for batch in batches(index, steps if index else 3 * steps):
+            peer.advance(3.1 if index else 1.0)
+            train(model, optimizer, [batch])
+            saved = copy.deepcopy(optimizer.state_dict())  # waits for what is under way
+            if index and saved["outer"].get("flight", {}).get("mixed", {}).get("missed"):
+                seen.append(len(saved["outer"]["flight"]["mixed"]["missed"]))
+            optimizer.load_state_dict(saved)
+        optimizer.finish()
+        return values_of(model)
+
+    seen = []
+    one, other = swarm.run(replica)
+    assert seen
+    assert torch.equal(one, other)
