@@ -3,9 +3,8 @@
     sudo python scripts/bench/links.py --quick --json
 
 Each peer has a network namespace, and a line of 100 Mbit/s each way to a router between them; between any two it is
-50 ms and back. Gloo runs in the same namespaces, over TCP with cubic, which Linux uses unless told otherwise, and with
-bbr, which Shoal uses where it may. Bare TCP connections with bbr, one from each peer to the next, show what the
-emulation carries.
+50 ms and back. Gloo runs in the same namespaces, over TCP with the congestion control that the system has chosen. Bare
+TCP connections, one from each peer to the next, show what the emulation carries.
 
 A bound is the least time that the data needs on these lines if nothing else took any. Around the ring each peer sends
 and receives 2(n-1)/n of the V bytes, so that takes 2(n-1)/n · V / rate, where the slowest peer's rate counts. Of all
@@ -25,7 +24,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -88,18 +86,8 @@ class Star:
             yield cls(hosts, directory)
 
     def measure(self, kind: str, length: int, repetitions: int) -> Measured:
-        """The median of so many operations on so many elements, after smaller ones.
-
-        Args:
-            kind: As of `Group`; gloo's may name its congestion control after a slash.
-            length: Elements.
-            repetitions: How often.
-        """
+        """The median of so many operations on so many elements, after smaller ones."""
         interface = "GLOO_SOCKET_IFNAME=eth0"  # else it takes the address that the host name stands for
-        kind, _, congestion = kind.partition("/")
-        for host in self.hosts:
-            setting = f"net.ipv4.tcp_congestion_control={congestion or 'cubic'}"  # of whoever does not choose itself
-            subprocess.run([*host.namespace.command(), "sysctl", "-qw", setting], check=True)
         places = [(host.address, ["env", interface, *host.namespace.command()]) for host in self.hosts]
         group = Group(kind, len(places), self.directory, places)
         try:
@@ -145,10 +133,8 @@ def on_equal_lines(length: int, rate: float, repetitions: int) -> Iterator[dict[
     where = f"{PEERS} peers, {rate:g} Mbit/s, {RTT:g} ms, {length >> 18} MiB"
     with Star.make([rate] * PEERS, 0.0) as star:
         yield row(f"{where}: slowest bare connection around the ring", star.carried(ALONE), rate, "Mbit/s", "", "line")
-        kinds = ("gloo", "gloo/bbr", "fp32", "int8", "int4")
-        gloo, with_bbr, exact, *coarse = (star.measure(kind, length, repetitions) for kind in kinds)
+        gloo, exact, *coarse = (star.measure(kind, length, repetitions) for kind in ("gloo", "fp32", "int8", "int4"))
     yield row(f"{where}: gloo", gloo.seconds, bound, "s", "", "the ring's bound")
-    yield row(f"{where}: gloo with bbr", with_bbr.seconds, bound, "s", "", "the ring's bound")
     yield row(f"{where}: fp32", exact.seconds, bound, "s", f"<= {1 / 0.85:.3f}", "the ring's bound")
     yield row(f"{where}: fp32", exact.seconds, gloo.seconds, "s", "<= 1", "gloo")
     for codec, most, one in zip(("int8", "int4"), (0.27, 0.14), coarse, strict=True):
@@ -161,9 +147,8 @@ def on_lossy_lines(length: int, rate: float, loss: float) -> Iterator[dict[str, 
     bound = ring_bound(4 * length, [rate * 1e6 / 8] * PEERS)
     where = f"{PEERS} peers, {loss:g} % loss, {length / 2**18:g} MiB"
     with Star.make([rate] * PEERS, loss) as star:
-        exact, gloo, with_bbr = (star.measure(kind, length, 1) for kind in ("fp32", "gloo", "gloo/bbr"))
+        exact, gloo = (star.measure(kind, length, 1) for kind in ("fp32", "gloo"))
     yield row(f"{where}: fp32", exact.seconds, gloo.seconds, "s", "<= 0.2", "gloo")
-    yield row(f"{where}: fp32", exact.seconds, with_bbr.seconds, "s", "", "gloo with bbr")
     yield row(f"{where}: fp32", exact.seconds, bound, "s", "", "the ring's bound")
 
 

@@ -74,9 +74,9 @@ class Row:
     plain: bool = False
 
 
-def diloco(steps: int, momentum: float = 0.5, **options: object) -> Row:
+def diloco(steps: int, momentum: float = 0.5, rate: float = 0.7, **options: object) -> Row:
     """DiLoCo after every so many steps."""
-    constants = {"inner_steps": steps, "outer_lr": 0.7, "outer_momentum": momentum}
+    constants = {"inner_steps": steps, "outer_lr": rate, "outer_momentum": momentum}
     return Row(method="diloco", constants=constants, **options)
 
 
@@ -92,6 +92,7 @@ ROWS: dict[str, Row] = {
     "diloco-50": diloco(50),
     "diloco-100": diloco(100),
     "diloco-50 momentum 0.9": diloco(50, 0.9),
+    "diloco-50 0.35": diloco(50, rate=0.35),
     "diloco-50 M=2": diloco(50, replicas=2),
     "diloco-50 M=8": diloco(50, replicas=8),
     "diloco-50 bf16": diloco(50, codec="bf16"),

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from protocol.pacing import LARGEST_BURST, SLOWEST, SMALLEST_BURST, Pacer
+from protocol.pacing import LARGEST_BURST, SLOWEST, SMALLEST_BURST, Pacer, Senders
 from protocol.transport import LineState
 
 STEP = 0.001
@@ -222,3 +222,44 @@ def test_a_trickle_on_a_busy_machine_does_not_bring_the_connection_to_a_halt(see
         burst = step // 27  # 16 KiB each 0.27 s
         pacer.update(step / 100, LineState(0.0002 + late + chance.random() / 1000, burst << 14))
         assert pacer.rate >= SLOWEST
+
+
+def test_a_moment_of_losses_is_not_the_rate_of_the_link():
+    """The kernel repairs what a full queue has dropped: meanwhile hardly anything arrives, and the queue seems long."""
+    line = Line()
+    line.run(1.0)
+    line.foreign, line.link = 0.08, LINK / 100
+    line.run(0.15)
+    line.foreign, line.link = 0.0, LINK
+    line.run(1.5)
+    assert line.run(2.0) > 0.85
+
+
+def test_while_nothing_is_known_no_more_than_a_multiple_of_what_arrived_is_sent():
+    pacer = Pacer()
+    assert pacer.limit == math.inf
+    for number in range(1, 5):
+        pacer.update(100 + number, LineState(RTT, int(number * 2e6), rate=2e6, limited=True))
+    assert pacer.rate == math.inf
+    assert 2e6 < pacer.limit < 10e6
+
+
+def test_of_several_that_share_a_line_none_decides():
+    line, senders = Line(), Senders()
+    line.run(5.0)
+    rate = line.pacer.rate
+    assert senders.alone("one", 0.0)
+    assert not senders.alone("other", 0.1)
+    assert senders.alone("other", 5.0)
+    path = LineState(10 * RTT, int(line.arrived), rate=LINK, limited=False)
+    for number in range(1, 20):
+        line.pacer.update(line.now + number, path, alone=False)
+    assert line.pacer.rate == rate
+    assert line.pacer.limit > LINK
+
+
+def test_what_was_carried_is_less_than_late_acknowledgements_say():
+    pacer = Pacer()
+    pacer.update(100.0, LineState(RTT, 0, rate=1e6))
+    pacer.update(100.1, LineState(RTT, int(1e6), rate=1e6))  # ten times as much as the kernel says
+    assert pacer.carried == 1e6
