@@ -4,10 +4,13 @@ from optim.everystep import GradientOptimizer
 from optim.flat import FlatParameters
 from optim.local import LocalSwarm
 from optim.loops import DiLoCo
+from optim.machine import Machine
 from optim.methods import gradient_recipe, recipe
+from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.muon import MuonAdamW
 from optim.optimizer import LowCommunicationOptimizer
 from optim.recipe import GradientRecipe, Recipe
+from optim.start import check_start
 from optim.state import OuterState
 
 __all__ = [
@@ -17,9 +20,13 @@ __all__ = [
     "GradientRecipe",
     "LocalSwarm",
     "LowCommunicationOptimizer",
+    "Machine",
+    "MultiTimescaleOptimizer",
     "MuonAdamW",
     "OuterState",
+    "QuasiHyperbolicAdam",
     "Recipe",
+    "check_start",
     "gradient_recipe",
     "recipe",
 ]

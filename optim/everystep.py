@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim.elementwise import check_elementwise
 from optim.flat import select
+from optim.machine import Machine, link_of
 from optim.recipe import GradientRecipe
-from optim.sender import Sender, carry_out
+from optim.sender import Sender
 from optim.slots import Local, Work
 from optim.state import OuterState
 from optim.wrapper import Wrapper
@@ -28,7 +30,7 @@ class GradientOptimizer(Wrapper):
     Args:
         model: The model that the inner optimizer trains.
         inner: Any optimizer over parameters of that model.
-        swarm: Carries the exchanges; they block the thread that calls `step`.
+        swarm: Carries the exchanges; they block the thread that calls `step`. See `LowCommunicationOptimizer`.
         method: The recipe.
         tokens_per_step: What one step counts for in the mean, beside the steps of other peers.
 
@@ -40,7 +42,7 @@ class GradientOptimizer(Wrapper):
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        swarm: Collective,
+        swarm: Collective | Machine,
         method: GradientRecipe,
         *,
         tokens_per_step: int = 1,
@@ -49,8 +51,10 @@ class GradientOptimizer(Wrapper):
         self.recipe = method
         self.rounds = 0
         """Exchanges that succeeded."""
-        self._swarm = swarm
-        self._sender = Sender(method)
+        self._link = link_of(swarm, self._flat)
+        if self._flat.slices != self._flat.whole:
+            check_elementwise(method)
+        self._sender = Sender(method, self._link.all)
         self._everything = select(self._flat.slices, range(len(self._flat.slices)))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -76,7 +80,7 @@ class GradientOptimizer(Wrapper):
         )
         work = Work(1, self._tokens_per_step)
         message = self._sender.prepare(local, work, self._everything.layout, self.rounds + 1)
-        mixed = carry_out(self._swarm, self._sender.mix(message))
+        mixed = self._link.mix(self._sender, message, self._everything, "")
         self._sender.sent(message, mixed)
         self._flat.write_gradient(mixed.mean.sign() if self.recipe.sign else mixed.mean)
         self.rounds += 1

@@ -17,12 +17,17 @@ def tree_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """The columns made orthonormal, one after the other (modified Gram-Schmidt); what is next to zero becomes zero."""
+    """The columns made orthonormal, one after the other (modified Gram-Schmidt).
+
+    What is next to zero, or next to a combination of columns before, becomes zero: its direction would be that of
+    rounding errors.
+    """
     result = matrix.clone()
+    least = tree_sum(matrix * matrix).sqrt().mul_(1e-5).clamp_min_(1e-20)
     for column in range(matrix.shape[1]):
         current = result[:, column].clone()
         norm = tree_sum(current * current).sqrt()
-        result[:, column] = current / norm if float(norm) > 1e-20 else torch.zeros_like(current)
+        result[:, column] = current / norm if bool(norm > least[column]) else torch.zeros_like(current)
         rest = result[:, column + 1 :]
         if rest.shape[1]:
             unit = result[:, column : column + 1]

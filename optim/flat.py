@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import attrs
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from optim.shards import Span, local, local_parameter, span_of
 from protocol.errors import SettingsError
 
 
@@ -68,46 +70,52 @@ class FlatParameters:
     once, under the first name. Values are written into the tensors that the model already has, so that compiled graphs
     and optimizers keep working.
 
+    Of a model that several processes share (FSDP2), the flat tensor holds what this process has: a part of each
+    parameter, maybe none.
+
     Raises:
-        SettingsError: There is nothing to train, or a parameter whose values are not real floating-point numbers.
+        SettingsError: There is nothing to train, or a parameter whose values are not real floating-point numbers, or
+            one that is shared in another way than FSDP2's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(_trainable(model))
-        slices, start = [], 0
         for name, parameter in self._parameters.items():
             if not parameter.is_floating_point():
                 raise SettingsError(f"parameter {name} is of type {parameter.dtype}, which cannot be averaged")
-            slices.append(Slice(name, parameter.shape, start, start + parameter.numel()))
-            start += parameter.numel()
-        if start == 0:
+        self.slices: tuple[Slice, ...] = _layout({name: local(each) for name, each in self._parameters.items()})
+        """The parameters in the flat tensor."""
+        self.whole: tuple[Slice, ...] = _layout(self._parameters)
+        """The same for a process that has all of each: places that all peers agree on."""
+        self.spans: tuple[Span, ...] = tuple(span_of(name, each) for name, each in self._parameters.items())
+        """Which part of each parameter is here."""
+        if not self.whole or self.whole[-1].stop == 0:
             raise SettingsError("the model has no trainable parameters")
-        self.slices: tuple[Slice, ...] = tuple(slices)
-        self.length: int = start
+        self.length: int = self.slices[-1].stop
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all of these are among the parameters here, be it under another name."""
         return {_memory(parameter) for parameter in parameters} <= {_memory(ours) for ours in self._parameters.values()}
 
     def parameters(self) -> Iterator[tuple[Slice, nn.Parameter]]:
-        """The parameters with their places."""
-        return zip(self.slices, self._parameters.values(), strict=True)
+        """The parameters, as far as they are here, with their places."""
+        return zip(self.slices, map(local_parameter, self._parameters.values()), strict=True)
 
     def read(self) -> torch.Tensor:
         """A copy of the model's values: one-dimensional, fp32, on the CPU."""
-        return self.gather({name: parameter.detach() for name, parameter in self._parameters.items()})
+        return self.gather({name: local(parameter.detach()) for name, parameter in self._parameters.items()})
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
         """Copies values into the model, rounding them to its parameters' number formats."""
         for name, values in self.scatter(flat).items():
-            self._parameters[name].copy_(values)
+            local(self._parameters[name]).copy_(values)
 
     def read_gradient(self) -> torch.Tensor:
         """A copy of the gradients, as of the values; zeros where there is none."""
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
         none = torch.zeros(())
-        return self.gather({name: none if gradient is None else gradient for name, gradient in gradients.items()})
+        return self.gather({name: none if each is None else local(each) for name, each in gradients.items()})
 
     @torch.no_grad()
     def write_gradient(self, flat: torch.Tensor) -> None:
@@ -116,7 +124,7 @@ class FlatParameters:
             parameter = self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(values)
+            local(parameter.grad).copy_(values)
 
     def rounded(self, flat: torch.Tensor) -> torch.Tensor:
         """The values that `read` would return after a `write`. For fp32 models that is `flat` itself."""
@@ -139,16 +147,34 @@ class FlatParameters:
         return flat
 
 
+def _layout(named: Mapping[str, torch.Tensor]) -> tuple[Slice, ...]:
+    slices, start = [], 0
+    for name, tensor in named.items():
+        slices.append(Slice(name, tensor.shape, start, start + tensor.numel()))
+        start += tensor.numel()
+    return tuple(slices)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, inside of `DistributedDataParallel` and `torch.compile`: peers may differ in what they use."""
+    while True:
+        inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     seen = set()
-    for name, parameter in model.named_parameters():
+    for name, parameter in unwrapped(model).named_parameters():
         if parameter.requires_grad and _memory(parameter) not in seen:
             seen.add(_memory(parameter))
-            yield name, parameter
+            yield name.replace("_orig_mod.", ""), parameter  # a part of the model may be compiled by itself
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """What is equal for tensors that are the same memory."""
-    if tensor.numel() == 0:
+    part = local(tensor)
+    if part.numel() == 0:
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+    return (part.device, part.data_ptr(), part.shape, part.stride())

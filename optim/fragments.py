@@ -44,6 +44,22 @@ class Blocks:
         return index % self.groups if self.strided else index * self.groups // blocks
 
 
+@attrs.frozen
+class Packed:
+    """One of n groups of about the same size, each in turn: the largest tensors first, each into the emptiest group."""
+
+    groups: int = attrs.field(validator=ge(1))
+
+    def fragment(self, layout: Layout, round: int) -> Sequence[int]:
+        groups: list[list[int]] = [[] for _ in range(min(self.groups, len(layout)))]
+        filled = [0] * len(groups)
+        for place in sorted(range(len(layout)), key=lambda place: (layout[place].start - layout[place].stop, place)):
+            emptiest = filled.index(min(filled))
+            groups[emptiest].append(place)
+            filled[emptiest] += max(1, layout[place].stop - layout[place].start)
+        return sorted(groups[(round - 1) % len(groups)])
+
+
 def _block(name: str) -> int | None:
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return None if found is None else int(found[1])

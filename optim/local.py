@@ -11,42 +11,28 @@ from typing import TypeAlias, TypeVar
 import attrs
 import torch
 
+from optim.windows import Arrival, Clocks, Key, Meeting, Queue, next_to_close
 from protocol.codecs import CodecName, ErrorFeedback, make_codec
-from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors
-from protocol.errors import RequestTimeout, RoundAborted
+from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
+from protocol.errors import Behind, RequestTimeout, RoundAborted
 from protocol.flatten import block_bytes, flat, shapes_of
 from protocol.identity import PeerId
-from protocol.pairs import partner
+from protocol.pairs import Pairing, partner
 from protocol.plan import Operation, Plan, coordinators
 from protocol.ring import reference
 from protocol.vectors import vector_bytes
 
 _T = TypeVar("_T")
 Group: TypeAlias = Collection[PeerId] | None
-_Key: TypeAlias = tuple[Operation, str, frozenset[PeerId] | None]
-
-
-@attrs.define(eq=False)
-class Meeting:
-    """One operation: who has come to it, with what, and what comes of it."""
-
-    offers: dict[PeerId, torch.Tensor | None] = attrs.field(factory=dict)
-    weights: dict[PeerId, float] = attrs.field(factory=dict)
-    plan: Plan | None = None
-    mean: torch.Tensor | None = None
-    error: Exception | None = None
-
-    @property
-    def over(self) -> bool:
-        """There is a result, or an error."""
-        return self.plan is not None or self.error is not None
 
 
 class LocalSwarm:
     """So many peers, each of which is a `Collective` for a thread of its own.
 
     Operations give the bits that real peers would with the same members in the same order and the same codec. Every
-    operation waits for all peers that have not left.
+    operation waits for all peers that have not left; if it has a window, only for those that come in time. That is
+    simulated time, which passes where `LocalPeer.advance` says so: who is late does not depend on the machine, as long
+    as exchanges block their peers.
 
         def replica(peer):
             optimizer = DiLoCo(model, inner, peer)
@@ -78,7 +64,9 @@ class LocalSwarm:
         self._present = frozenset(names)
         self._failure: str | None = None
         self._changed = threading.Condition()
-        self._meetings: dict[tuple[_Key, int], Meeting] = {}
+        self._meetings: dict[tuple[Key, int], Meeting] = {}
+        self._queues: dict[Key, Queue] = {}
+        self._clocks = Clocks()
 
     def run(self, replica: Callable[[LocalPeer], _T]) -> list[_T]:
         """Calls `replica` for each peer, all at the same time, and returns what they return.
@@ -89,6 +77,7 @@ class LocalSwarm:
         self._present = frozenset(peer.peer_id for peer in self.peers)
         self._failure = None
         self._meetings.clear()
+        self._clocks.begin(self._present)
 
         def live(peer: LocalPeer) -> _T:
             try:
@@ -100,7 +89,8 @@ class LocalSwarm:
             finally:
                 with self._changed:
                     self._present -= {peer.peer_id}
-                    self._changed.notify_all()
+                    self._clocks.leave(peer.peer_id)
+                    self._settle()
 
         with ThreadPoolExecutor(len(self.peers), thread_name_prefix="replica") as threads:
             lives = [threads.submit(live, peer) for peer in self.peers]
@@ -110,7 +100,7 @@ class LocalSwarm:
         return [one.result() for one in lives]
 
     def meet(
-        self, peer: PeerId, key: _Key, number: int, offer: torch.Tensor | None, weight: float, timeout: float | None
+        self, peer: PeerId, key: Key, number: int, offer: torch.Tensor | None, weight: float, timeout: float | None
     ) -> tuple[Plan, Meeting]:
         """One peer comes to an operation, and waits for the others; one of them does the work for all.
 
@@ -118,29 +108,89 @@ class LocalSwarm:
             RoundAborted: Another peer has failed, or what they bring does not fit together.
             RequestTimeout: The others have not come in time.
         """
-        group = key[2]
         with self._changed:
             meeting = self._meetings.setdefault((key, number), Meeting())
             meeting.offers[peer], meeting.weights[peer] = offer, weight
-            self._changed.notify_all()
-
-            def ready() -> bool:
-                awaited = self._present if group is None else self._present & group
-                return meeting.over or self._failure is not None or meeting.offers.keys() >= awaited
-
-            if not self._changed.wait_for(ready, timeout):
+            if ran := self._clocks.wait(peer):
+                meeting.runners.add(peer)
+            self._settle()
+            if not self._changed.wait_for(lambda: meeting.over, timeout):
                 del meeting.offers[peer], meeting.weights[peer]
+                self._give_up(peer, ran)
                 raise RequestTimeout(f"the other peers have not come within {timeout:g} s")
-            if not meeting.over:
-                self._hold(meeting, key, number)
-                self._changed.notify_all()
-            self._meetings.pop((key, number), None)
             if meeting.error is not None:
                 raise RoundAborted(str(meeting.error)) from meeting.error
             assert meeting.plan is not None
             return meeting.plan, meeting
 
-    def _hold(self, meeting: Meeting, key: _Key, number: int) -> None:
+    def come(
+        self,
+        peer: PeerId,
+        key: Key,
+        seen: int,
+        values: torch.Tensor,
+        weight: float,
+        window: Window,
+        timeout: float | None,
+    ) -> list[Meeting]:
+        """One peer comes to an operation with a window. Returns those since number `seen`; it takes part in the last.
+
+        Raises:
+            Behind: What it has missed is not kept any more.
+            RoundAborted: As `meet`.
+            RequestTimeout: As `meet`.
+            ValueError: The operations of this tag and group have another window.
+        """
+        with self._changed:
+            queue = self._queues.setdefault(key, Queue(window, key[2]))
+            if queue.window != window:
+                raise ValueError(f"the operations of tag {key[1]!r} have another window: {queue.window}")
+            arrival = Arrival(self._clocks[peer], values, weight, self._clocks.wait(peer))
+            queue.arrivals[peer] = arrival
+            self._settle()
+            if not self._changed.wait_for(lambda: queue.arrivals.get(peer) is not arrival, timeout):
+                del queue.arrivals[peer]
+                self._give_up(peer, arrival.ran)
+                raise RequestTimeout(f"nobody else has come within {timeout:g} s")
+            number = max(number for number, meeting in queue.results.items() if peer in meeting.offers)
+            if (error := queue.results[number].error) is not None:
+                raise RoundAborted(str(error)) from error
+            if seen + 1 not in queue.results:
+                raise Behind(next(iter(queue.results[number].offers)), number)
+            return [queue.results[missed] for missed in range(seen + 1, number + 1)]
+
+    def _give_up(self, peer: PeerId, ran: bool) -> None:
+        if ran:
+            self._clocks.go_on(peer, self._clocks[peer])
+        self._settle()
+
+    def advance(self, peer: PeerId, seconds: float) -> None:
+        """Simulated time passes at one peer."""
+        with self._changed:
+            self._clocks.advance(peer, seconds)
+            self._settle()
+
+    def time_of(self, peer: PeerId) -> float:
+        """How much has passed there."""
+        with self._changed:
+            return self._clocks[peer]
+
+    def _settle(self) -> None:
+        """Something changed: holds all operations that are due."""
+        for (key, number), meeting in tuple(self._meetings.items()):
+            awaited = self._present if key[2] is None else self._present & key[2]
+            if meeting.offers and (self._failure is not None or meeting.offers.keys() >= awaited):
+                del self._meetings[key, number]
+                self._hold(meeting, key, number, max(self._clocks[peer] for peer in meeting.offers))
+        while (due := next_to_close(self._queues, self._present, self._clocks, self._failure is not None)) is not None:
+            key, time = due
+            queue = self._queues[key]
+            self._hold(queue.close(time), key, queue.number, time)
+        self._changed.notify_all()
+
+    def _hold(self, meeting: Meeting, key: Key, number: int, time: float) -> None:
+        for peer in meeting.runners:
+            self._clocks.go_on(peer, time)
         if self._failure is not None:
             meeting.error = RoundAborted(self._failure)
             return
@@ -153,7 +203,7 @@ class LocalSwarm:
             inputs = {peer: offer for peer, offer in meeting.offers.items() if offer is not None}
             meeting.mean = reference(meeting.plan, inputs)
 
-    def _plan(self, meeting: Meeting, key: _Key, number: int) -> Plan:
+    def _plan(self, meeting: Meeting, key: Key, number: int) -> Plan:
         operation, tag, _ = key
         members = coordinators(self._run, number, meeting.offers, tag=tag)
         sizes = tuple(0 if (offer := meeting.offers[peer]) is None else len(offer) for peer in members)
@@ -181,8 +231,8 @@ class LocalPeer(Collective):
     def __init__(self, swarm: LocalSwarm, peer_id: PeerId, codec: CodecName) -> None:
         self._swarm, self.peer_id = swarm, peer_id
         self._codec = make_codec(codec)
-        self._feedback: dict[tuple[_Key, int], ErrorFeedback] = {}
-        self._numbers: dict[_Key, int] = {}
+        self._feedback: dict[tuple[Key, int], ErrorFeedback] = {}
+        self._numbers: dict[Key, int] = {}
         self.bytes_sent = 0
         """Bytes that a real peer would have sent as payload."""
 
@@ -191,10 +241,26 @@ class LocalPeer(Collective):
         """All peers of the swarm."""
         return tuple(peer.peer_id for peer in self._swarm.peers)
 
+    @property
+    def time(self) -> float:
+        """Seconds of simulated time that have passed for this peer."""
+        return self._swarm.time_of(self.peer_id)
+
+    def advance(self, seconds: float) -> None:
+        """Lets simulated time pass: what the peer has just done takes so long."""
+        self._swarm.advance(self.peer_id, seconds)
+
     def all_reduce(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        window: Window | None = None,
     ) -> Reduced:
-        """See `Collective.all_reduce`."""
+        """See `Collective.all_reduce`. A window's grace time is simulated time."""
         key, vector = _key("reduce", tag, group), flat(values)
         if not bool(torch.isfinite(vector).all()):
             vector, weight = torch.zeros_like(vector), 0.0
@@ -202,25 +268,45 @@ class LocalPeer(Collective):
         if feedback is not None:
             feedback.encode(0, vector, bytearray(self._codec.encoded_size(len(vector))))
             vector = torch.add(vector, feedback.residual)  # what is encoded, in this operation as well
-        plan, meeting = self._meet(key, vector, weight, timeout)
+        if window is None:
+            meetings = [self._meet(key, vector, weight, timeout)[1]]
+        else:
+            seen = self._numbers.get(key, 0)
+            meetings = self._swarm.come(self.peer_id, key, seen, vector, weight, window, timeout)
+            self._numbers[key] = seen + len(meetings)
         if feedback is not None:
             feedback.commit()
-        assert meeting.mean is not None
-        sent = self._sent(2 * (len(plan.members) - 1) * self._codec.encoded_size(len(vector)) // len(plan.members))
+        *missed, reduced = (self._reduced(meeting, shapes_of(values)) for meeting in meetings)
+        return attrs.evolve(reduced, missed=tuple(missed))
+
+    def _reduced(self, meeting: Meeting, shapes: tuple[torch.Size, ...]) -> Reduced:
+        plan, mean = meeting.plan, meeting.mean
+        assert plan is not None and mean is not None
+        size, others = self._codec.encoded_size(plan.length), len(plan.members) - 1
+        took_part = self.peer_id in plan.members
+        sent = self._sent(2 * others * size // len(plan.members) if took_part else 0)
         return Reduced(
             plan=plan,
-            mean=meeting.mean,
+            mean=mean,
             contributors=plan.contributors,
             weight=plan.weight,
-            shapes=shapes_of(values),
+            shapes=shapes,
+            counted=self.peer_id in plan.contributors,
             attempts=1,
             bytes_sent=sent,
-            bytes_received=sent,
+            bytes_received=sent if took_part else 4 * plan.length,
             seconds=0.0,
         )
 
     def exchange(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
         """See `Collective.exchange`."""
         key, vector = _key("exchange", tag, group), flat(values)
@@ -231,7 +317,7 @@ class LocalPeer(Collective):
             vector = torch.empty_like(vector)
             self._codec.decode(encoded, vector)
         plan, meeting = self._meet(key, vector, weight, timeout)
-        other = partner(plan, self.peer_id)
+        other = partner(plan, self.peer_id, pairing)
         if feedback is not None:
             feedback.abort() if other is None else feedback.commit()
         sent = self._sent(0 if other is None else self._codec.encoded_size(len(vector)))
@@ -288,15 +374,13 @@ class LocalPeer(Collective):
         """See `Collective.barrier`."""
         return self.gather(None, group=group, tag=f"barrier {tag}", timeout=timeout)
 
-    def _meet(
-        self, key: _Key, offer: torch.Tensor | None, weight: float, timeout: float | None
-    ) -> tuple[Plan, Meeting]:
+    def _meet(self, key: Key, offer: torch.Tensor | None, weight: float, timeout: float | None) -> tuple[Plan, Meeting]:
         number = self._numbers.get(key, 0) + 1
         result = self._swarm.meet(self.peer_id, key, number, offer, weight, timeout)
         self._numbers[key] = number
         return result
 
-    def _feedback_of(self, key: _Key, length: int) -> ErrorFeedback | None:
+    def _feedback_of(self, key: Key, length: int) -> ErrorFeedback | None:
         if self._codec.name == "fp32":
             return None
         if (key, length) not in self._feedback:
@@ -308,5 +392,5 @@ class LocalPeer(Collective):
         return count
 
 
-def _key(operation: Operation, tag: str, group: Group) -> _Key:
+def _key(operation: Operation, tag: str, group: Group) -> Key:
     return operation, tag, None if group is None else frozenset(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from optim.machine import Machine
 from optim.methods import recipe
 from optim.optimizer import LowCommunicationOptimizer
 from protocol.collective import Collective
@@ -13,7 +14,7 @@ from protocol.collective import Collective
 def DiLoCo(
     model: nn.Module,
     inner: torch.optim.Optimizer,
-    swarm: Collective,
+    swarm: Collective | Machine,
     *,
     sync_every: int = 500,
     outer_lr: float = 0.7,

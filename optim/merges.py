@@ -16,6 +16,14 @@ class Replace:
 
 
 @attrs.frozen
+class Carry:
+    """Move the local ones by as much as the outer ones have moved: θ ← θ + (Θ' − Θ). Nothing local is lost."""
+
+    def apply(self, inner: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.sub(new, old).add_(inner)
+
+
+@attrs.frozen
 class Blend:
     """Keep a share α of the local ones, which have moved on meanwhile: θ ← α·θ + (1 − α)·Θ'.
 

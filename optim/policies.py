@@ -57,6 +57,24 @@ class QuadraticSteps:
 
 
 @attrs.frozen
+class HiddenSteps:
+    """H steps at first, and fewer as less is sent: as many as hide an exchange that goes on meanwhile.
+
+    Hₜ = ⌊H₁ · load⌋; the result is applied when the next exchange begins. (DiLoCoX, arXiv 2506.21263.)
+    """
+
+    H: int = attrs.field(validator=ge(1))
+
+    @property
+    def delay(self) -> int:
+        """Until the next exchange, however soon that is."""
+        return self.H
+
+    def steps(self, moment: Moment) -> int:
+        return max(1, math.floor(self.H * moment.load))
+
+
+@attrs.frozen
 class PacedSteps:
     """Dynamic local steps: H in proportion to a peer's speed, so that all are ready at the same time.
 

@@ -42,6 +42,11 @@ class Recipe:
     finalizer: Finalizer = attrs.field(factory=Keep)
     shared: bool = True
     """Whether all peers have the same outer state: else each has its own, and the finalizer makes one of them."""
+    late: bool = False
+    """Whether exchanges go on without those who are late. The end of a run gives them what they have missed."""
+    waits: bool = True
+    """Whether local steps wait for a result that is not there after the delay: else they go on, and pass over
+    exchanges that fall due meanwhile."""
 
 
 @attrs.frozen(kw_only=True)

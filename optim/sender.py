@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import attrs
@@ -28,13 +28,20 @@ class Message:
     memory: Memory
     layout: Layout
     round: int
+    steps: int
+    """Inner steps that it stands for."""
 
 
 class Sender:
-    """Prepares what a peer sends, and remembers what it has to."""
+    """Prepares what a peer sends, and remembers what it has to.
 
-    def __init__(self, recipe: Recipe | GradientRecipe) -> None:
-        self._recipe = recipe
+    Args:
+        recipe: Says how.
+        in_all: Whether a condition holds in all processes that are one peer.
+    """
+
+    def __init__(self, recipe: Recipe | GradientRecipe, in_all: Callable[[bool], bool] = bool) -> None:
+        self._recipe, self._in_all = recipe, in_all
         self._memory: dict[tuple[str, ...], Memory] = {}
 
     def prepare(self, local: Local, work: Work, layout: Layout, round: int) -> Message:
@@ -43,9 +50,11 @@ class Sender:
         taken, after = self._recipe.payload.take(local, memory)
         values = self._recipe.feedback.before(taken, after)
         weight = self._recipe.weighting.weight(work)
-        if not bool(torch.isfinite(values).all()):
+        if not self._in_all(bool(torch.isfinite(values).all())):
             taken, values, after, weight = torch.zeros_like(taken), torch.zeros_like(values), memory, 0.0
-        return Message(taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round)
+        return Message(
+            taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round, steps=work.steps
+        )
 
     def mix(self, message: Message) -> Mixing[Mixed]:
         """The exchange."""
@@ -89,7 +98,7 @@ def carry_out(swarm: Collective, mixing: Generator[Operation, Outcome, _T], *, t
     try:
         operation = next(mixing)
         while True:
-            operation = mixing.send(_perform(swarm, operation, tag))
+            operation = mixing.send(perform(swarm, operation, tag))
     except StopIteration as end:
         result: _T = end.value
         return result
@@ -104,11 +113,14 @@ def tag_of(fragment: Layout, layout: Layout) -> str:
     return hashlib.sha256("\n".join(_key(fragment)).encode()).hexdigest()[:16]
 
 
-def _perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
+def perform(swarm: Collective, operation: Operation, tag: str) -> Outcome:
+    """Does one thing that an exchange asks for, and waits for it."""
     match operation:
-        case AllReduce(values, weight):
+        case AllReduce(values, weight, None):
             return swarm.all_reduce(values, weight, tag=tag)
+        case AllReduce(values, weight, window):
+            return swarm.all_reduce(values, weight, tag=tag, window=window)
         case Gather(block):
             return swarm.gather(block, tag=tag)
-        case Exchange(values, weight):
-            return swarm.exchange(values, weight, tag=tag)
+        case Exchange(values, weight, pairing):
+            return swarm.exchange(values, weight, tag=tag, pairing=pairing)

@@ -34,8 +34,9 @@ from torch import nn
 
 from optim.flat import Slice
 from optim.state import OuterState
-from protocol.collective import Outcome
+from protocol.collective import Outcome, Window
 from protocol.identity import PeerId
+from protocol.pairs import Pairing
 
 Memory: TypeAlias = Mapping[str, torch.Tensor]
 """What one peer remembers from one exchange to the next, by name. Never changed in place."""
@@ -70,6 +71,9 @@ class Moment:
 
     pace: float = 1.0
     """Inner steps per second, as a share of the fastest peer's."""
+
+    load: float = 1.0
+    """How much is sent in an exchange, as a share of what the first one sent."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -110,13 +114,20 @@ class Mixed:
     memory: Memory | None = None
     """What the mixer has to remember of it, in place of the memory that it was given."""
 
+    load: float = 1.0
+    """How much the next exchange will send, as a share of what the first one has sent. The same at all peers."""
+
+    missed: tuple[Mixed, ...] = ()
+    """What came of exchanges that others have had without us since our last one, the oldest first."""
+
 
 @attrs.frozen
 class AllReduce:
-    """Asks the collective for the weighted mean of everybody's values, or of those of a group."""
+    """Asks the collective for the weighted mean of everybody's values, or of those who are ready in time."""
 
     values: torch.Tensor
     weight: float
+    window: Window | None = None
 
 
 @attrs.frozen
@@ -128,10 +139,11 @@ class Gather:
 
 @attrs.frozen
 class Exchange:
-    """Asks the collective to swap values with one other peer, drawn anew each time."""
+    """Asks the collective to swap values with one other peer, another one each time."""
 
     values: torch.Tensor
     weight: float
+    pairing: Pairing = "random"
 
 
 Operation: TypeAlias = AllReduce | Gather | Exchange

@@ -36,7 +36,8 @@ class SpsaOptimizer(Wrapper):
         seed: Of our own directions; peers need different ones.
 
     Raises:
-        SettingsError: ε is not positive, or the inner optimizer trains something that is not a parameter of the model.
+        SettingsError: ε is not positive, processes share the model, or the inner optimizer trains something that is not
+            a parameter of the model.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class SpsaOptimizer(Wrapper):
         seed: int,
     ) -> None:
         super().__init__(model, inner, tokens_per_step=1)
+        if self._flat.slices != self._flat.whole:
+            raise SettingsError("each process has a part of the model, and a direction needs all of it")
         if not epsilon > 0:
             raise SettingsError(f"epsilon must be positive, not {epsilon:g}")
         self.rounds = 0

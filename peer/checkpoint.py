@@ -1,9 +1,9 @@
 """Checkpoints: the committed state and the local optimizer's memory, as safetensors.
 
 A file holds one tensor per parameter (`model.<name>`), one per parameter and outer buffer (`outer.<buffer>.<name>`) and
-the local optimizer's tensors (`inner.<name>`), so that any tool that reads safetensors can use it. A JSON header in the
-file's metadata holds the run's settings, and the chain header with which the history begins, whose packed links are the
-tensor `history`.
+the local optimizer's tensors (`inner.<name>`), so that any tool that reads safetensors can use it; what a method has a
+peer remember is there as `own.<name>`. A JSON header in the file's metadata holds the run's settings, and the chain
+header with which the history begins, whose packed links are the tensor `history`.
 
 A checkpoint is written under a temporary name, synced to disk and renamed: a crash at any moment leaves the last one.
 What crashes left half-written, and later revisions of a branch that was given up, go when the next one is saved.
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import msgspec
 import safetensors
 import safetensors.torch
 import torch
@@ -29,6 +28,7 @@ import torch
 from optim import FlatParameters, OuterState
 from peer.chain import Header, unpack_links
 from peer.history import History
+from peer.manifest import ManifestError, settings_from
 from peer.settings import Settings
 from peer.state import CommittedState
 from protocol.errors import ProtocolError, ShoalError
@@ -40,7 +40,7 @@ KEPT = 3
 _UNUSABLE = (
     OSError,
     safetensors.SafetensorError,
-    msgspec.ValidationError,
+    ManifestError,
     ProtocolError,
     KeyError,
     TypeError,
@@ -62,6 +62,8 @@ class Checkpoint:
     state: CommittedState
     inner: Mapping[str, torch.Tensor]
     """The local optimizer's tensors, as `Trainer.inner_state` gave them."""
+    own: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """What the peer remembers for itself of the method's exchanges, as `Trainer.own_state` gave it."""
 
 
 def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Path:
@@ -83,6 +85,7 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
     for buffer, flat in outer.buffers.items():
         tensors |= {f"outer.{buffer}.{name}": values for name, values in layout.scatter(flat).items()}
     tensors |= {f"inner.{name}": values for name, values in checkpoint.inner.items()}
+    tensors |= {f"own.{name}": values for name, values in checkpoint.own.items()}
     links = bytearray(b"".join(checkpoint.state.history.links))
     tensors["history"] = torch.frombuffer(links, dtype=torch.uint8) if links else torch.empty(0, dtype=torch.uint8)
     metadata = {"shoal": json.dumps(_describe(checkpoint, layout))}
@@ -122,9 +125,10 @@ def load(path: Path) -> Checkpoint:
         with safetensors.safe_open(path, framework="pt") as file:
             described = json.loads(file.metadata()["shoal"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        settings = msgspec.convert(described["settings"], Settings)
+        settings = settings_from(described["settings"])
         links = tensors["history"].numpy().tobytes()
         history = History((_read_header(described["start"]),)).extended(unpack_links(links, MAX_MEMBERS))
+        own_root = bytes.fromhex(described.get("root", ""))
         names: Sequence[str] = described["parameters"]
         outer = OuterState(
             _join(tensors, "model", names),
@@ -132,22 +136,26 @@ def load(path: Path) -> Checkpoint:
         )
     except _UNUSABLE as error:
         raise CheckpointError(f"{path} is not a usable checkpoint: {error}") from error
-    state = CommittedState.seal(history, outer)
+    state = CommittedState.seal(history, outer, own_root=own_root)
     hashes = {"digest": history.header.digest.hex(), "history": hashlib.sha256(links).hexdigest()}
     if state is None or any(described.get(name) != value for name, value in hashes.items()):
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest that it states")
-    inner = {name.removeprefix("inner."): tensor for name, tensor in tensors.items() if name.startswith("inner.")}
-    return Checkpoint(settings, state, inner)
+    return Checkpoint(settings, state, _under("inner.", tensors), _under("own.", tensors))
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _describe(checkpoint: Checkpoint, layout: FlatParameters) -> dict[str, Any]:
     history = checkpoint.state.history
     return {
         "format": 2,
-        "settings": msgspec.to_builtins(checkpoint.settings),
+        "settings": checkpoint.settings.tables(),
         "start": _write_header(history.headers[0]),
         "history": hashlib.sha256(b"".join(history.links)).hexdigest(),
         "digest": history.header.digest.hex(),
+        "root": checkpoint.state.root.hex(),
         "parameters": [place.name for place in layout.slices],
         "buffers": sorted(checkpoint.state.outer.buffers),
     }

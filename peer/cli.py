@@ -318,6 +318,7 @@ def demo(
     peers: Annotated[int, typer.Option(min=2, max=64, help="Peers to start with.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the run.")] = 8,
     inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 100,
+    algorithm: Annotated[str, typer.Option(help="How work is combined: diloco, streaming, noloco, …")] = "diloco",
     data: Annotated[str, typer.Option(metavar="PATH", help="What to train on, or stdlib.")] = "stdlib",
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep all files in this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with the verdict as one line of JSON.")] = False,
@@ -325,7 +326,15 @@ def demo(
     """Watch a swarm of local processes train, lose a peer and gain one; ends with a verdict."""
     from peer.demo import DemoOptions, run_demo
 
-    options = DemoOptions(peers=peers, rounds=rounds, inner_steps=inner_steps, data=data, keep=keep, json=as_json)
+    options = DemoOptions(
+        peers=peers,
+        rounds=rounds,
+        inner_steps=inner_steps,
+        algorithm=algorithm,
+        data=data,
+        keep=keep,
+        json=as_json,
+    )
     raise typer.Exit(run_demo(options))
 
 
@@ -502,7 +511,7 @@ def _ask() -> dict[str, dict[str, object]]:
             "width": typer.prompt("Width of the model", default.model.width, type=int),
         },
         "algorithm": {
-            "inner_steps": typer.prompt("Local steps between two rounds", default.algorithm.inner_steps, type=int)
+            "inner_steps": typer.prompt("Local steps between two rounds", default.algorithm["inner_steps"], type=int)
         },
     }
 

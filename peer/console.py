@@ -119,6 +119,11 @@ def describe(event: Event) -> str | None:
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
         case "validation" if event.get("loss") is not None:
             return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
+        case "diverging":
+            loss = "not a number" if event.get("loss") is None else f"{event['loss']:.4f}"
+            return (
+                f"round {event['round']}: WARNING: the run diverges: validation loss {loss}, best {event['best']:.4f}"
+            )
         case "checkpoint_failed":
             return f"round {event['round']}: NOT SAVED: {reason}"
         case "ticket_failed":

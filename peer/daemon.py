@@ -12,6 +12,7 @@ import torch
 import trio
 
 from dht import DHT
+from optim.feedback import Forget
 from peer import checkpoint
 from peer.chain import Tip
 from peer.checkpoint import Checkpoint
@@ -40,6 +41,7 @@ from peer.reach import (
     write_book,
 )
 from peer.rotation import open_keyring
+from peer.schedule import Schedule
 from peer.settings import Settings
 from peer.status import member_status
 from peer.sync import Donor
@@ -67,10 +69,10 @@ BOOK_PERIOD = 1.0
 """Seconds between two writes of the address book, at least."""
 
 MEMORY_PER_PARAMETER = 112
-"""Bytes. For good: local parameters, gradients, two moments, the copy under evaluation, the round's anchor (24); outer
-parameters and momentum of three states (24); three results (12). For a moment: a contribution and the ring's buffer
-(8), what others contribute to a block of ours (8, see `protocol.plan.largest_part`), or the next state and the tensors
-that a checkpoint is written from (up to 36)."""
+"""Bytes, for DiLoCo. For good: local parameters, gradients, two moments, the copy under evaluation, the round's anchor
+(24); outer parameters and momentum of three states (24); three results (12). For a moment: a contribution and the
+ring's buffer (8), what others contribute to a block of ours (8, see `protocol.plan.largest_part`), or the next state
+and the tensors that a checkpoint is written from (up to 36)."""
 
 MEMBERS_PERIOD = 1.0
 """Seconds between two looks at the members for the status."""
@@ -318,7 +320,7 @@ class _Daemon:
 
     def _make_trainer(self, settings: Settings, corpus: Corpus) -> Trainer:
         trainer = Trainer(settings, corpus, self.endpoint.peer_id, device=self._config.device)
-        needed, limit = trainer.flat.length * MEMORY_PER_PARAMETER, self._config.max_memory
+        needed, limit = trainer.flat.length * _bytes_per_parameter(trainer), self._config.max_memory
         if limit is not None and needed > limit:
             raise SettingsError(
                 f"this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
@@ -458,8 +460,18 @@ def _allowed(manifest: Manifest) -> frozenset[PeerId] | None:
 
 def _plausible(settings: Settings, tip: Tip) -> bool:
     """Whether a state with this tip can exist: not beyond the last round, nor with more weight than rounds can give."""
-    limits, rounds = settings.limits, settings.run.rounds
-    return (not rounds or tip.revision <= rounds) and tip.weight <= tip.revision * limits.peers * limits.weight
+    limits, last = settings.limits, Schedule(settings, settings.algorithm.recipe()).last
+    return (not last or tip.revision <= last) and tip.weight <= tip.revision * limits.peers * limits.weight
+
+
+def _bytes_per_parameter(trainer: Trainer) -> int:
+    """Memory that the run's method takes for each parameter of the model."""
+    recipe = trainer.recipe
+    buffers = 16 * (len(trainer.buffers) - 1)  # of three states, and in the checkpoint
+    late = 16 if recipe.policy.delay else 0  # the state that the local parameters began from, and what is under way
+    own = 24 if not recipe.shared else 0  # what is sent, received and mixed is twice as long, or kept for a while
+    left_out = 12 if recipe.feedback != Forget() else 0
+    return MEMORY_PER_PARAMETER + buffers + late + own + left_out
 
 
 def _explained(error: BaseException) -> BaseException:

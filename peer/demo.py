@@ -17,15 +17,17 @@ from pathlib import Path
 import attrs
 import trio
 
+from optim.methods import RECIPES
+from peer.algorithm import types_of
 from peer.child import Child, spawn
 from peer.console import size
 from peer.data import Corpus, Dataset
 from peer.live import Display
-from peer.manifest import dump_settings
+from peer.manifest import ManifestError, dump_settings, settings_from
 from peer.recording import Event
 from peer.report import write_report
+from peer.schedule import Schedule
 from peer.settings import (
-    AlgorithmSettings,
     DataSettings,
     InnerSettings,
     ModelSettings,
@@ -64,7 +66,8 @@ class DemoOptions:
     Args:
         peers: Daemons at the start, the founder included.
         rounds: Rounds of the run.
-        inner_steps: Inner steps per round.
+        inner_steps: Inner steps per round, or from one exchange of the same parameters to the next.
+        algorithm: The method by name.
         data: "stdlib", or the path of a text file or directory to train on.
         keep: Directory for homes, logs, events and the report; None keeps only the report, in the current directory.
         json: Print the verdict as one JSON object on the last line of standard output, and all else to standard error.
@@ -73,21 +76,37 @@ class DemoOptions:
     peers: int = 4
     rounds: int = 8
     inner_steps: int = 100
+    algorithm: str = "diloco"
     data: str = "stdlib"
     keep: Path | None = None
     json: bool = False
 
+    @property
+    def settings(self) -> Settings:
+        """What the run is to be; raises ManifestError."""
+        return demo_settings(self.rounds, self.inner_steps, self.data, self.algorithm)
 
-def demo_settings(rounds: int, inner_steps: int, data: str = "stdlib") -> Settings:
-    """The run that the demo trains: a byte-level transformer of half a million parameters, minutes on two cores."""
-    return Settings(
+
+def demo_settings(rounds: int, inner_steps: int, data: str = "stdlib", algorithm: str = "diloco") -> Settings:
+    """The run that the demo trains: a byte-level transformer of half a million parameters, minutes on two cores.
+
+    Raises:
+        ManifestError: There is no such algorithm, or it cannot work with so many steps.
+    """
+    # For a run of a few rounds; anything else is the method's own choice.
+    short: dict[str, object] = {"inner_steps": inner_steps, "base_steps": inner_steps, "outer_momentum": 0.5}
+    if algorithm == "diloco":
+        short["outer_lr"] = 0.7
+    known = types_of(algorithm) if algorithm in RECIPES else {}
+    chosen = {key: value for key, value in short.items() if key in known}
+    settings = Settings(
         run=RunSettings(name="demo", seed=1, rounds=rounds),
         model=ModelSettings(layers=2, width=144, heads=4, context=64),
         data=DataSettings(source="stdlib" if data == "stdlib" else "text"),
         inner=InnerSettings(lr=3e-3, warmup=20, batch=16),
-        algorithm=AlgorithmSettings(inner_steps=inner_steps, outer_lr=0.7, outer_momentum=0.5),
         round=RoundSettings(grace=5.0),
     )
+    return settings_from({**settings.tables(), "algorithm": {"name": algorithm, **chosen}})
 
 
 def run_demo(options: DemoOptions, *, command: Sequence[str] = COMMAND) -> int:
@@ -152,9 +171,9 @@ def _check(options: DemoOptions) -> None:
     if options.inner_steps < 1:
         raise DemoFailed(f"{options.inner_steps} inner steps are too few", hint="use --inner-steps 1 or more")
     try:
-        settings = demo_settings(options.rounds, options.inner_steps, options.data)
+        settings = options.settings
         Dataset(Corpus.open(options.data), settings.data, seed=settings.run.seed, context=settings.model.context)
-    except DataError as error:
+    except (DataError, ManifestError) as error:
         raise DemoFailed(str(error), hint=error.hint) from error
     if options.keep is not None and options.keep.exists() and not (options.keep.is_dir() and _empty(options.keep)):
         raise DemoFailed(f"{options.keep} is not an empty directory", hint="--keep takes a new or an empty directory")
@@ -198,7 +217,11 @@ class _Stage:
         self._root = root
         self._display = display
         self._command = command
-        self._plot = Scenario(rounds=options.rounds, inner_steps=options.inner_steps)
+        self._settings = options.settings
+        schedule = Schedule(self._settings, self._settings.algorithm.recipe())
+        self._last = schedule.last
+        self._steps = schedule.before(options.rounds + 1)
+        self._plot = Scenario(rounds=options.rounds, inner_steps=round(self._steps / options.rounds))
         self._began = 0.0  # on trio's clock, as the others
         self._drawn = 0.0
         self._complained: dict[str, float] = {}
@@ -211,7 +234,7 @@ class _Stage:
     async def run(self) -> None:
         """Plays the demo to its end or its failure, and leaves no daemon behind."""
         self._began = trio.current_time()
-        limit = 300 + 2.0 * self._options.rounds * self._options.inner_steps  # generous for a slow and busy machine
+        limit = 300 + 2.0 * self._steps  # generous for a slow and busy machine
         try:
             with trio.fail_after(limit):
                 await self._play()
@@ -249,8 +272,8 @@ class _Stage:
     async def _found(self) -> Child:
         options = self._options
         manifest = self._root / "manifest.toml"
-        manifest.write_text(dump_settings(demo_settings(options.rounds, options.inner_steps, options.data)))
-        self._say(f"{options.peers} daemons, {options.rounds} rounds of {options.inner_steps} inner steps")
+        manifest.write_text(dump_settings(self._settings))
+        self._say(f"{options.peers} daemons, {options.rounds} rounds of {self._plot.inner_steps} inner steps")
         founder = self._start("founder", "start", str(manifest), "--wait-for", str(options.peers))
         await self._until(lambda: bool(founder.read_ticket()))
         return founder
@@ -305,7 +328,7 @@ class _Stage:
 
     def _is_done(self, child: Child) -> bool:
         validated = child.recording.last("validation")
-        last = self._options.rounds
+        last = self._last
         return child.recording.revision == last and validated is not None and validated.integer("round") == last
 
     async def _take_sample(self) -> str:
@@ -350,7 +373,7 @@ class _Stage:
 
     def _check_health(self, child: Child, exit_code: int | None) -> None:
         """Raises DemoFailed if a daemon has failed, or ended before the run did."""
-        if child.killed or (exit_code == 0 and child.recording.revision == self._options.rounds):
+        if child.killed or (exit_code == 0 and child.recording.revision == self._last):
             return
         if exit_code is None:
             if not child.complained:

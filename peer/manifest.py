@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,10 +21,15 @@ import attrs
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
+from optim.methods import GRADIENT_RECIPES, RECIPES
+from optim.mixers import GatheredMean
+from optim.policies import QuadraticSteps
+from peer.algorithm import MAX_INTEGER, AlgorithmSettings, check_bounds, names, types_of, why_not
 from peer.home import HomeError
+from peer.schedule import FINAL_LR, Schedule
 from peer.settings import Settings
 from peer.text import from_base32, printable, to_base32
-from protocol.errors import ShoalError
+from protocol.errors import SettingsError, ShoalError
 from protocol.identity import PeerId, verify
 
 if TYPE_CHECKING:
@@ -57,9 +63,29 @@ NOTES: Final[Mapping[str, str]] = {
     "inner.warmup": "inner steps until the peak learning rate",
     "inner.batch": "sequences per inner step",
     "algorithm.name": "how peers' work is combined",
-    "algorithm.inner_steps": "local steps between two rounds",
-    "algorithm.outer_lr": "step size of the outer Nesterov optimizer",
+    "algorithm.inner_steps": "local steps between two exchanges of the same parameters",
+    "algorithm.outer_lr": "step size of the outer optimizer",
     "algorithm.outer_momentum": "its momentum; use about 0.5 for runs of a few dozen rounds",
+    "algorithm.fragments": "parts of the model that take turns in being exchanged; they divide inner_steps",
+    "algorithm.delay": "local steps that go on while an exchange is under way",
+    "algorithm.strided": "whether fragments take every so-manieth block, or consecutive ones",
+    "algorithm.alpha": "streaming: share of the local parameters that stays; else a momentum or a rate",
+    "algorithm.beta": "weight of the pair's mean update",
+    "algorithm.gamma": "pull towards the pair's mean parameters",
+    "algorithm.momentum": "slow momentum",
+    "algorithm.clip": "most that an element of the slow momentum may be",
+    "algorithm.mu": "pull towards the outer parameters in each local step",
+    "algorithm.rho": "how far away local steps look for sharpness",
+    "algorithm.rule": "adam, yogi or adagrad",
+    "algorithm.beta1": "decay of the outer optimizer's first moment",
+    "algorithm.beta2": "decay of its second moment",
+    "algorithm.tau": "what is added to the root of the second moment",
+    "algorithm.base_steps": "fewest local steps between two rounds",
+    "algorithm.k": "values that are sent of each chunk of 64 × 64",
+    "algorithm.bits": "bits of each value that is sent",
+    "algorithm.decay": "share of what was not sent that is remembered",
+    "algorithm.pairing": "random pairs, or those of a one-peer graph: exponential or exponential-ring",
+    "algorithm.corrected": "whether the final mean keeps the variance of each matrix",
     "round.grace": "seconds that the first ready peer waits for the others",
     "round.codec": "how updates are encoded on the wire: fp32, bf16, int8, int4 or e3m0",
     "round.aggregation": "how contributions become one",
@@ -69,6 +95,7 @@ NOTES: Final[Mapping[str, str]] = {
     "limits.weight": "most tokens that one contribution may count for",
 }
 
+MAX_UNEVEN_ROUNDS: Final = 10_000
 SHORT_RUN_MOMENTUM: Final = 0.5  # of the outer optimizer; settles within a handful of rounds
 
 
@@ -97,7 +124,7 @@ class Manifest:
         Raises:
             ManifestError: The settings are impossible, or too long for a manifest.
         """
-        settings = settings_from(attrs.asdict(settings))
+        settings = settings_from(settings.tables())
         signature = identity.sign(SIGNATURE_DOMAIN, _run_id(settings, identity.public_key))
         manifest = cls(settings, identity.public_key, signature)
         _check_size(manifest.dump())
@@ -206,7 +233,7 @@ def settings_from(tables: Mapping[str, Any]) -> Settings:
         table = tables.get(name, {})
         if not isinstance(table, Mapping):
             raise ManifestError(f"{name} must be a table", hint=f"write [{name}] and its keys below")
-        parts[name] = _table_from(name, kind, table)
+        parts[name] = _algorithm_from(table) if kind is AlgorithmSettings else _table_from(name, kind, table)
     settings = Settings(**parts)
     _check_together(settings)
     return settings
@@ -215,18 +242,20 @@ def settings_from(tables: Mapping[str, Any]) -> Settings:
 def warnings(settings: Settings) -> tuple[str, ...]:
     """What is allowed but probably not meant, one line each."""
     found = []
-    rounds, algorithm = settings.run.rounds, settings.algorithm
+    rounds, recipe = settings.run.rounds, settings.algorithm.recipe()
+    momentum = settings.algorithm.get("outer_momentum")
     # Nesterov's gain lr / (1 - mu) needs several of its memories of 1 / (1 - mu) rounds to settle.
-    needed = math.ceil(round(5 / (1 - algorithm.outer_momentum), 6))
-    if 0 < rounds < needed and algorithm.outer_momentum > SHORT_RUN_MOMENTUM:
+    needed = math.ceil(round(5 / (1 - momentum), 6)) if isinstance(momentum, float) else 0
+    if 0 < rounds < needed and isinstance(momentum, float) and momentum > SHORT_RUN_MOMENTUM:
         found.append(
-            f"run.rounds = {rounds} is short for algorithm.outer_momentum = {algorithm.outer_momentum:g}, "
+            f"run.rounds = {rounds} is short for algorithm.outer_momentum = {momentum:g}, "
             f"which needs about {needed} rounds; use {SHORT_RUN_MOMENTUM} for short runs"
         )
-    if 0 < rounds * algorithm.inner_steps <= settings.inner.warmup:
+    steps = Schedule(settings, recipe).before(rounds + 1)
+    if rounds and steps <= settings.inner.warmup:
         found.append(
             f"inner.warmup = {settings.inner.warmup} is longer than the whole run "
-            f"({rounds * algorithm.inner_steps} inner steps): the learning rate never reaches its peak"
+            f"({steps} inner steps): the learning rate never reaches its peak"
         )
     if settings.data.shards < settings.limits.peers:
         found.append(
@@ -239,7 +268,7 @@ def warnings(settings: Settings) -> tuple[str, ...]:
 def dump_settings(settings: Settings, *, notes: bool = True) -> str:
     """Unsigned settings as TOML, with a comment for each key if `notes`."""
     tables = []
-    for name, table in attrs.asdict(settings).items():
+    for name, table in settings.tables().items():
         lines = [f"{key} = {_toml(value)}" for key, value in table.items()]
         if notes:
             width = max(map(len, lines))
@@ -249,7 +278,7 @@ def dump_settings(settings: Settings, *, notes: bool = True) -> str:
 
 
 def _run_id(settings: Settings, founder: bytes) -> bytes:
-    tables = {name: sorted(table.items()) for name, table in attrs.asdict(settings).items()}
+    tables = {name: sorted(table.items()) for name, table in settings.tables().items()}
     encoded: bytes = msgpack.packb([sorted(tables.items()), founder], use_bin_type=True)
     return hashlib.sha256(RUN_ID_DOMAIN + encoded).digest()
 
@@ -312,6 +341,49 @@ def _table_from(name: str, kind: type[Any], table: Mapping[str, Any]) -> object:
     return kind(**values)
 
 
+def _algorithm_from(table: Mapping[str, Any]) -> AlgorithmSettings:
+    """The method and its constants."""
+    name = table.get("name", "diloco")
+    if not isinstance(name, str) or name not in (*RECIPES, *GRADIENT_RECIPES):
+        close = difflib.get_close_matches(str(name)[:64], RECIPES, n=1)
+        raise ManifestError(
+            f"algorithm.name = {_shown(name)}: must be {' or '.join(map(_toml, names()))}",
+            hint=f'did you mean "{close[0]}"?' if close else None,
+        )
+    if (reason := why_not(name)) is not None:
+        raise ManifestError(f"algorithm.name = {_toml(name)}: cannot be used in a run: {reason}")
+    hints = types_of(name)
+    _check_known(table, ["name", *hints], "key", "algorithm.")
+    values: dict[str, Any] = {}
+    for key, raw in table.items():
+        if key == "name":
+            continue
+        try:
+            values[key] = _value_from(raw, hints[key])
+            check_bounds(key, values[key])
+        except ValueError as error:
+            raise ManifestError(f"algorithm.{key} = {_shown(raw)}: {error.args[0]}") from error
+    if (problem := _problem_of(name, values)) is not None:
+        # One constant may be to blame, whatever the others are.
+        alone = [found for key in values if (found := _problem_of(name, {key: values[key]})) is not None]
+        raise (alone or [problem])[0]
+    return AlgorithmSettings(name, **values)
+
+
+def _problem_of(name: str, constants: Mapping[str, Any]) -> ManifestError | None:
+    """Why a method cannot work with these constants, and the defaults of the others; None if it can."""
+    given = ", ".join(f"algorithm.{key} = {_toml(value)}" for key, value in constants.items())
+    try:
+        AlgorithmSettings(name, **constants).recipe()
+    except SettingsError as error:
+        return ManifestError(f"{given}: {error}", hint=error.hint)
+    except (ValueError, TypeError) as error:
+        # Parts name what they check in their own way: "'lr' must be > 0: 0.0".
+        reason = re.sub(r"^'\w+' (?=must)", "", str(error.args[0])).partition(": ")[0]
+        return ManifestError(f"{given}: {reason}")
+    return None
+
+
 def _value_from(raw: object, hint: Any) -> object:  # noqa: ANN401 - a type expression has no type of its own
     """`raw` as `hint` wants it, without loss: integers become floats where floats are wanted, nothing else changes."""
     if typing.get_origin(hint) is typing.Literal and raw not in typing.get_args(hint):
@@ -333,6 +405,11 @@ def _value_from(raw: object, hint: Any) -> object:  # noqa: ANN401 - a type expr
 def _check_together(settings: Settings) -> None:
     """The rules that span several keys, and those that need more than a bound."""
     run, model, membership = settings.run, settings.model, settings.membership
+    recipe = settings.algorithm.recipe()
+    if isinstance(recipe.policy, QuadraticSteps):
+        _check_uneven(settings, recipe.policy)
+    if isinstance(recipe.mixer, GatheredMean) and settings.limits.weight < 1:
+        raise ManifestError(f"limits.weight = {settings.limits.weight:g}: must be >= 1 for {settings.algorithm.name}")
     if not run.name.isprintable():
         raise ManifestError(f"run.name = {_toml(printable(run.name))}: must be printable, on one line")
     if model.width % model.heads:
@@ -351,6 +428,20 @@ def _check_together(settings: Settings) -> None:
             PeerId.parse(text)
         except ValueError as error:
             raise ManifestError(f"membership.allow: {_toml(printable(text, 64))} is not a peer id") from error
+
+
+def _check_uneven(settings: Settings, policy: QuadraticSteps) -> None:
+    """A schedule whose rounds differ in length has to be worked out in advance, and to end."""
+    if settings.run.rounds > MAX_UNEVEN_ROUNDS:
+        raise ManifestError(
+            f"run.rounds = {settings.run.rounds}: must be <= {MAX_UNEVEN_ROUNDS} for {settings.algorithm.name}",
+            hint="its rounds differ in length, and the schedule of the whole run is worked out in advance",
+        )
+    if policy.alpha > FINAL_LR * settings.inner.lr * MAX_INTEGER**0.5:
+        raise ManifestError(
+            f"algorithm.alpha = {policy.alpha:g}: too large for inner.lr = {settings.inner.lr:g}: "
+            f"some rounds would take more than {MAX_INTEGER} steps"
+        )
 
 
 def _shown(value: object) -> str:

@@ -7,24 +7,28 @@ steps, the outer step, hashing, evaluation, checkpoints) runs in a worker thread
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
 
 import attrs
+import torch
 import trio
 
 from optim import OuterState
 from peer import checkpoint
 from peer.chain import Tip
 from peer.checkpoint import Checkpoint, CheckpointError
+from peer.divergence import DivergenceGuard
 from peer.events import EventLog
+from peer.exchange import perform
 from peer.history import History, Rules
 from peer.membership import Member, Membership
 from peer.settings import Settings
 from peer.state import CommittedState
 from peer.sync import Donor, Partial, SyncFailed, fetch_history, fetch_state
-from peer.trainer import StepInfo, Trainer
-from protocol.collective import Reduced
+from peer.trainer import Contribution, StepInfo, Trainer
+from protocol.collective import Outcome, Reduced
 from protocol.endpoint import Endpoint
 from protocol.errors import Behind, Fork, PeerUnreachable, RoundAborted, ShoalError
 from protocol.identity import PeerId
@@ -83,6 +87,7 @@ class Node:
     linger: float = 0.0
     """Seconds to stay after the last round at least, for newcomers."""
     _partial: Partial = attrs.field(factory=Partial, init=False)
+    _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
 
     async def run(self, local: Checkpoint | None, *, founding: int | None) -> None:
         """Finds the state and trains to the last round, or until cancelled.
@@ -100,8 +105,10 @@ class Node:
         state = await self._first_state(local, founding=founding)
         if local is not None:
             await self.compute(self.trainer.restore_inner, local.inner)
+            if state is local.state:
+                await self.compute(self.trainer.resume, state.outer, state.header.revision, local.own)
         await self._validate(state)
-        last, saved = self.settings.run.rounds, local and local.state
+        last, saved, validated = self.trainer.schedule.last, local and local.state, state
         while not last or state.header.revision < last:
             before = state
             state, took_part = await self._round(before)
@@ -109,7 +116,10 @@ class Node:
             if took_part:
                 saved = state if await self._save(state) is None else None
                 await self._validate(state)
+                validated = state
         problem = None if state is saved else await self._save(state)
+        if state is not validated:
+            await self._validate(state)
         await self._linger(state)
         if problem is not None:
             raise problem
@@ -163,9 +173,7 @@ class Node:
                 await self._stand_at(state, active=True)
             claimants = self._claimants(revision)
             try:
-                reduced = await self.rounds.all_reduce(
-                    revision, contribution.values, contribution.weight, digest=state.header.digest
-                )
+                outcome = await self._exchange(state, contribution)
             except Behind as behind:
                 return await self._catch_up(state, behind.peer), False
             except (Fork, RoundAborted) as error:
@@ -178,8 +186,8 @@ class Node:
                 await self._pause()
             else:
                 break
-        took_part = self.endpoint.peer_id in reduced.plan.members
-        committed = await self._commit(state, reduced)
+        took_part = self.endpoint.peer_id in outcome.members
+        committed = await self._commit(state, outcome)
         for peer in sorted(claimants) if took_part else ():
             # It has made this round on another branch, which may be the better one; or it lies.
             better = await self._fetch_better(committed, branched=peer)
@@ -201,26 +209,50 @@ class Node:
 
     async def _inner_steps(self, revision: int) -> None:
         """Trains until the round's steps are done, the others' patience ends, or there is a better state to fetch."""
-        stop = False
-        meter = _Meter(self.events, trio.lowlevel.current_clock())
 
-        async def watch() -> None:
-            nonlocal stop
+        async def watch(stop: trio.Event) -> None:
             try:
                 async with trio.open_nursery() as first:
                     first.start_soon(self._until_deadline, revision, first.cancel_scope)
                     first.start_soon(self._until_left_behind, first.cancel_scope)
             finally:
-                stop = True  # also when we are cancelled: the worker thread ends after the step that it is at
+                stop.set()  # also when we are cancelled
 
+        stop = trio.Event()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            await self.compute(self._train, lambda: stop, meter.step)
+            nursery.start_soon(watch, stop)
+            await self._train(self.trainer.schedule.steps(revision), stop)
             nursery.cancel_scope.cancel()
+
+    async def _train(self, steps: int, stop: trio.Event) -> None:
+        """Trains until so many steps are done; the worker thread ends after the step at which it is told to stop."""
+        meter = _Meter(self.events, trio.lowlevel.current_clock())
+        run = partial(self.trainer.run, steps, should_stop=stop.is_set, on_step=meter.step)
+        await self.compute(run)
         meter.flush()
 
-    def _train(self, should_stop: Callable[[], bool], on_step: Callable[[StepInfo], None]) -> None:
-        self.trainer.run(self.settings.algorithm.inner_steps, should_stop=should_stop, on_step=on_step)
+    async def _exchange(self, state: CommittedState, contribution: Contribution) -> Outcome:
+        """The collective's part of a round; inner steps go on meanwhile, as many as the method allows.
+
+        Raises: As `Rounds.all_reduce`.
+        """
+        revision, digest = state.header.revision + 1, state.header.digest
+        ask = partial(perform, self.rounds, contribution.operation, revision, digest=digest, part=contribution.part)
+        if contribution.meanwhile == 0:
+            return await ask()
+        stop = trio.Event()
+        result: Outcome | ShoalError
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._train, contribution.meanwhile, stop)
+            try:
+                result = await ask()
+            except ShoalError as error:  # not through the nursery, which would make a group of it
+                result = error
+            finally:
+                stop.set()
+        if isinstance(result, ShoalError):
+            raise result
+        return result
 
     async def _until_deadline(self, revision: int, scope: trio.CancelScope) -> None:
         """Cancels `scope` when the others, being ready for the round, will wait no longer."""
@@ -233,23 +265,28 @@ class Node:
             await self.membership.changes()
         scope.cancel()
 
-    async def _commit(self, state: CommittedState, reduced: Reduced, *, fetched: bool = False) -> CommittedState:
+    async def _commit(self, state: CommittedState, outcome: Outcome, *, fetched: bool = False) -> CommittedState:
         """Takes the outer step that a round's result asks for. `fetched`: others have made the result."""
-        outer = await self.compute(self.trainer.outer_step, state.outer, reduced.mean, state.header.revision + 1)
-        committed = await self.compute(_committed, state, outer, reduced)
+        revision, plan = state.header.revision + 1, outcome.plan
+        if fetched:
+            assert isinstance(outcome, Reduced)
+            outer = await self.compute(self.trainer.commit_missed, state.outer, outcome, revision)
+        else:
+            outer = await self.compute(self.trainer.commit, state.outer, outcome, revision)
+        committed = await self.compute(_committed, state, outer, outcome, self.trainer.is_own(revision))
         await self._stand_at(committed, active=True)
         self._partial.clear()  # nearly all of it has changed meanwhile
         self.events.emit(
             "round_committed",
-            round=committed.header.revision,
-            attempt=reduced.plan.attempt,
-            members=reduced.plan.members,
-            contributors=reduced.contributors,
+            round=revision,
+            attempt=plan.attempt,
+            members=plan.members,
+            contributors=plan.contributors,
             digest=committed.header.digest,
-            seconds=reduced.seconds,
-            bytes_sent=reduced.bytes_sent,
-            bytes_received=reduced.bytes_received,
-            weight=reduced.weight,
+            seconds=outcome.seconds,
+            bytes_sent=outcome.bytes_sent,
+            bytes_received=outcome.bytes_received,
+            weight=plan.weight,
             fetched=fetched,
         )
         return committed
@@ -285,6 +322,9 @@ class Node:
                 return None
             await self._stand_at(state, active=False)
             holders = self.membership.holders(best.tip)
+            own = self.trainer.is_own(best.tip.revision)
+            if own:  # each has another state: one is as good as the other
+                holders = holders[:1]
             history = await self._prove(state, best.tip, holders)
             if history is None:
                 continue  # with the next best
@@ -305,6 +345,7 @@ class Node:
                         buffers=self.trainer.buffers,
                         progress=count,
                         earlier=self._partial,
+                        own=own,
                     )
             except SyncFailed as error:
                 self.events.emit("round_failed", round=best.tip.revision, attempt=0, reason=str(error))
@@ -366,11 +407,13 @@ class Node:
     async def _validate(self, state: CommittedState) -> None:
         loss = await self.compute(self.trainer.evaluate, state.outer)
         self.events.emit("validation", round=state.header.revision, loss=loss)
+        if self._guard.sees(loss):
+            self.events.emit("diverging", round=state.header.revision, loss=loss, best=self._guard.best)
 
     async def _save(self, state: CommittedState) -> CheckpointError | None:
         """Saves a checkpoint. If that fails (a full disk), says so; training can go on with the earlier ones."""
-        inner = await self.compute(self.trainer.inner_state)
-        saved = Checkpoint(self.settings, state, inner)
+        inner, own = await self.compute(_remembered, self.trainer)
+        saved = Checkpoint(self.settings, state, inner, own)
         try:
             await self.compute(checkpoint.save, self.checkpoints, saved, self.trainer.flat)
         except CheckpointError as error:
@@ -393,8 +436,12 @@ def _lags(member: Member, state: CommittedState) -> bool:
     return member.tip is None or member.tip.revision < state.header.revision
 
 
-def _committed(state: CommittedState, outer: OuterState, reduced: Reduced) -> CommittedState:
-    return state.commit(outer, plan=reduced.plan.id, contributions=reduced.plan.contributions)
+def _committed(state: CommittedState, outer: OuterState, outcome: Outcome, own: bool) -> CommittedState:
+    return state.commit(outer, plan=outcome.plan.id, contributions=outcome.plan.contributions, own=own)
+
+
+def _remembered(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return trainer.inner_state(), trainer.own_state()
 
 
 class _Meter:

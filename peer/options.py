@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
@@ -37,6 +38,17 @@ def parse_size(text: str) -> int:
     if size < 1 or (binary and not unit):
         raise typer.BadParameter(f"{text!r} is not a size. Examples: 500k, 2M, 1.5G, 4Gi.")
     return size
+
+
+def parse_constant(text: str) -> tuple[str, object]:
+    """KEY=VALUE; the value as TOML writes it, or else as it is."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not (key and equals and value):
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE. Example: fragments=4.")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 def parse_address(text: str | Address) -> Address:
@@ -162,7 +174,9 @@ class SettingsOptions:
     context: Annotated[int | None, typer.Option(help="Bytes that the model sees at once.")] = _setting(
         "model", "context"
     )
-    algorithm: Annotated[str | None, typer.Option(help="How work is combined: diloco.")] = _setting("algorithm", "name")
+    algorithm: Annotated[str | None, typer.Option(help="How work is combined: diloco, streaming, noloco, …")] = (
+        _setting("algorithm", "name")
+    )
     inner_steps: Annotated[int | None, typer.Option(help="Local steps between two rounds.")] = _setting(
         "algorithm", "inner_steps"
     )
@@ -172,6 +186,12 @@ class SettingsOptions:
     outer_momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = _setting(
         "algorithm", "outer_momentum"
     )
+    constant: Annotated[
+        list[object] | None,
+        typer.Option(
+            parser=parse_constant, metavar="KEY=VALUE", help="Another constant of the algorithm. May be repeated."
+        ),
+    ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate of the local optimizer.")] = _setting("inner", "lr")
     batch: Annotated[int | None, typer.Option(help="Sequences per local step.")] = _setting("inner", "batch")
     grace: Annotated[float | None, typer.Option(help="Seconds that the first ready peer waits.")] = _setting(
@@ -187,7 +207,8 @@ class SettingsOptions:
             if "setting" in field.metadata and value is not None:
                 table, key = field.metadata["setting"]
                 tables.setdefault(table, {})[key] = value
-        return tables
+        constants = cast("list[tuple[str, object]]", self.constant or [])
+        return tables | ({"algorithm": tables.get("algorithm", {}) | dict(constants)} if constants else {})
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

@@ -5,11 +5,12 @@ Each class is one table of the manifest. Defaults are meant for a small model on
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, in_, le, lt, max_len, min_len
 
+from peer.algorithm import AlgorithmSettings as AlgorithmSettings
 from protocol.codecs import NAMES, CodecName
 
 
@@ -61,16 +62,6 @@ class InnerSettings:
 
 
 @attrs.frozen(kw_only=True)
-class AlgorithmSettings:
-    """`[algorithm]`: the recipe by name, and its constants."""
-
-    name: Literal["diloco"] = attrs.field(default="diloco", validator=in_(["diloco"]))
-    inner_steps: int = attrs.field(default=50, validator=[ge(1), le(1 << 24)])
-    outer_lr: float = attrs.field(default=0.7, validator=[gt(0), le(10)])
-    outer_momentum: float = attrs.field(default=0.9, validator=[ge(0), lt(1)])
-
-
-@attrs.frozen(kw_only=True)
 class RoundSettings:
     """`[round]`: how outer rounds are closed. `grace`: seconds the first ready peer waits for the rest."""
 
@@ -109,3 +100,7 @@ class Settings:
     round: RoundSettings = attrs.field(factory=RoundSettings)
     membership: MembershipSettings = attrs.field(factory=MembershipSettings)
     limits: LimitSettings = attrs.field(factory=LimitSettings)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The tables of the manifest, with every key."""
+        return {**attrs.asdict(self), "algorithm": self.algorithm.table()}

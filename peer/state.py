@@ -18,10 +18,16 @@ from protocol import merkle
 from protocol.vectors import vector_bytes
 from protocol.weights import SignedWeight
 
+NO_ROOT = bytes(32)
+"""In a history, stands for states of which each peer has its own."""
+
 
 @attrs.frozen(eq=False)
 class CommittedState:
-    """An outer state, the hashes of its 1 MiB ranges, and its history."""
+    """An outer state, the hashes of its 1 MiB ranges, and its history.
+
+    With some methods each peer has an outer state of its own. Then peers have the history in common, and nothing else.
+    """
 
     history: History
     outer: OuterState
@@ -34,16 +40,34 @@ class CommittedState:
         return cls(History((Header.genesis(run, merkle.root(leaves)),)), outer, leaves)
 
     @classmethod
-    def seal(cls, history: History, outer: OuterState) -> CommittedState | None:
-        """The state with a history that came from elsewhere, or None if the bytes do not have its header's root."""
-        leaves = _leaves(outer)
-        return cls(history, outer, leaves) if merkle.root(leaves) == history.header.root else None
+    def seal(cls, history: History, outer: OuterState, *, own_root: bytes = NO_ROOT) -> CommittedState | None:
+        """The state with a history that came from elsewhere, or None if the bytes do not have the right root.
 
-    def commit(self, outer: OuterState, *, plan: bytes, contributions: Sequence[SignedWeight]) -> CommittedState:
-        """The next revision: `outer` made by the plan with this id from these contributions."""
+        That is the one in the history, or `own_root` if it says that each peer has its own state.
+        """
         leaves = _leaves(outer)
-        link = Link(plan, merkle.root(leaves), tuple(contributions))
+        root = own_root if history.header.root == NO_ROOT else history.header.root
+        return cls(history, outer, leaves) if merkle.root(leaves) == root else None
+
+    def commit(
+        self, outer: OuterState, *, plan: bytes, contributions: Sequence[SignedWeight], own: bool = False
+    ) -> CommittedState:
+        """The next revision: `outer` made by the plan with this id from these contributions.
+
+        Args:
+            outer: The state.
+            plan: The plan's id.
+            contributions: In the order of the plan's members.
+            own: The state is ours alone.
+        """
+        leaves = _leaves(outer)
+        link = Link(plan, NO_ROOT if own else merkle.root(leaves), tuple(contributions))
         return CommittedState(self.history.extended([link]), outer, leaves)
+
+    @property
+    def root(self) -> bytes:
+        """The root of the hashes."""
+        return merkle.root(self.leaves)
 
     @property
     def header(self) -> Header:

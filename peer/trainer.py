@@ -2,10 +2,12 @@
 
 Synchronous, and used by one thread at a time. A round goes
 
-    start_round(state, revision, members)   local parameters := outer parameters, data of this peer's shards
+    start_round(state, revision, members)   goes on from this state, with data of this peer's shards
     run(steps, …)                           inner steps, as often as needed
-    contribution()                          what to hand to the collective
-    outer_step(state, mean, revision)       the next outer state, from the collective's mean
+    contribution()                          what to ask of the collective
+    commit(state, outcome, revision)        the next outer state, from what came of that
+
+What lies between, the slots of the run's method, is in `optim.replica`.
 
 The inner optimizer's moments belong to the peer: they go through all rounds, are never averaged and never reset, and
 start at zero where a peer joins.
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -23,20 +26,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from optim.flat import FlatParameters
-from optim.methods import recipe
-from optim.slots import Local, Mixed, Moment, Work
+from optim.mixers import GatheredMean
+from optim.recipe import Recipe
+from optim.regularizers import Free
+from optim.replica import Replica
+from optim.sender import Message, tag_of
+from optim.slots import Mixed, Moment, Operation
 from optim.state import OuterState
 from peer.data import Corpus, Dataset
 from peer.model import Transformer
+from peer.schedule import Schedule
 from peer.settings import InnerSettings, ModelSettings, Settings
+from protocol.collective import Outcome, Reduced
 from protocol.errors import SettingsError
 from protocol.identity import PeerId
+from protocol.operations import gathered_of
+
+_T = TypeVar("_T")
 
 VALIDATION_WINDOWS = 64
 VALIDATION_BATCH = 16
-FINAL_LR = 0.1
-"""The cosine schedule of a run of known length ends at this fraction of the learning rate."""
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors, by PyTorch's names."""
 
@@ -65,17 +74,23 @@ class StepInfo:
 class Contribution:
     """What a peer brings to a round."""
 
-    values: torch.Tensor
-    """One-dimensional, fp32: the pseudo-gradient, old outer minus new local parameters, as the recipe encodes it."""
+    operation: Operation
+    """What is asked of the collective."""
 
     weight: float
-    """How much it counts: tokens trained on in this round. Zero: nothing was done, or the result is unusable."""
+    """How much it counts, as a rule the tokens trained on. Zero: nothing was done, or the result is unusable."""
 
     steps: int
     """Inner steps done in this round."""
 
     finite: bool
     """False if a loss, a gradient or a value was infinite or not a number. Values and weight are zero then."""
+
+    part: str
+    """Names the part of the model that it is about; "" for all of it."""
+
+    meanwhile: int
+    """Inner steps that may be taken before the result is here."""
 
 
 class Trainer:
@@ -93,13 +108,8 @@ class Trainer:
     """
 
     def __init__(self, settings: Settings, corpus: Corpus, peer_id: PeerId, *, device: str = "cpu") -> None:
-        algorithm = settings.algorithm
-        self.recipe = recipe(
-            algorithm.name,
-            inner_steps=algorithm.inner_steps,
-            outer_lr=algorithm.outer_lr,
-            outer_momentum=algorithm.outer_momentum,
-        )
+        self.recipe = _bounded(settings.algorithm.recipe(), settings.limits.weight)
+        self.schedule = Schedule(settings, self.recipe)
         self.model = Transformer(settings.model, seed=settings.run.seed).to(device)
         self.flat = FlatParameters(self.model)
         self._settings = settings
@@ -110,13 +120,15 @@ class Trainer:
         # A second copy of the model, so that evaluating the outer parameters leaves the local ones alone.
         self._outer_model = Transformer(settings.model).to(device)
         self._outer_flat = FlatParameters(self._outer_model)
-        self._anchor = self.flat.read()
-        self._outer = self.recipe.outer.init(self._anchor)
-        self.buffers = tuple(sorted(self.recipe.outer.init(torch.empty(0)).buffers))
+        tokens = settings.inner.batch * settings.model.context
+        self._replica = Replica(self.recipe, self.flat, tokens_per_step=tokens)
+        self.buffers = tuple(sorted(self._replica.outer.buffers))
         """The names of the outer state's buffers."""
-        self._batches: Iterator[torch.Tensor] = iter(())
-        self._revision = 0
-        self._steps = self._tokens = 0
+        self._batches: Iterator[torch.Tensor] | None = None
+        self._state: OuterState | None = None  # what the replica goes on from, by way of `commit`
+        self._message: Message | None = None
+        self._asking: Generator[Operation, Outcome, Any] | None = None
+        self._waits = True  # whether the exchange that is under way does not go on beside inner steps
         self._finite = True
         self._carries = False
 
@@ -125,55 +137,137 @@ class Trainer:
         fresh = Transformer(self._settings.model, seed=self._settings.run.seed)
         return self.recipe.outer.init(FlatParameters(fresh).read())
 
-    def start_round(self, state: OuterState, revision: int, members: Sequence[PeerId]) -> None:
-        """Begins the inner steps that lead to `revision`, counted from 1, from the outer parameters before it.
+    def is_own(self, revision: int) -> bool:
+        """Whether each peer has an outer state of its own at this revision."""
+        return not (self.recipe.shared or revision == 0 or self.schedule.is_last_exchange(revision))
 
-        `members` are the peers among whom the data is shared out; this one is added if missing.
+    def start_round(self, state: OuterState, revision: int, members: Sequence[PeerId]) -> None:
+        """Begins, or goes on with, the inner steps that lead to `revision`, counted from 1, from the state before it.
+
+        If that is not what `commit` has returned, the local parameters become its outer parameters, and what was
+        remembered of earlier exchanges is forgotten. `members` are the peers among whom the data is shared out; this
+        one is added if missing.
         """
-        carried = self.flat.read() - self._anchor if self._carries else None
-        self._outer, self._anchor = state, self.flat.rounded(state.parameters)
-        self.flat.write(state.parameters if carried is None else self._anchor + carried)
-        self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
-        self._revision = revision
-        if carried is None:
-            self._steps = self._tokens = 0
+        replica = self._replica
+        if replica.flying and not replica.has_arrived:
+            replica.recall()
+        ours = state is self._state and replica.begun == revision - 1
+        if not ours or not self._finite:
+            replica.restart(state, revision - 1, replica.drift if self._carries else None)
             self._finite = True
-        self._carries = False
+        if not ours:
+            replica.sender.forget()
+        self._state, self._carries = state, False
+        self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
 
     def carry_over(self) -> None:
         """The round's inner steps so far are not to be lost, although the state that they began from is given up.
 
         The next round begins with them: with the same change of the parameters, but from its own state.
         """
-        self._carries = self._finite and self._steps > 0
+        replica = self._replica
+        if replica.flying and not replica.has_arrived:
+            replica.recall()
+        self._carries = self._finite and replica.local_steps > 0
 
     def run(self, steps: int, *, should_stop: Callable[[], bool], on_step: Callable[[StepInfo], None]) -> None:
-        """Goes on with the round's inner steps until `steps` of them are done, or `should_stop()`.
+        """Goes on with inner steps until `steps` of them are done since the last exchange began, or `should_stop()`.
 
         Also ends when a loss or a gradient is not finite. That step is not taken, so the optimizer's moments stay
         sound, and the round's contribution will say so.
         """
-        if self._revision == 0:
+        if self._batches is None:
             raise RuntimeError("start_round comes before run")
-        while self._steps < steps and self._finite and not should_stop():
+        replica, delay = self._replica, self.recipe.policy.delay
+        while True:
+            if replica.has_arrived and replica.local_steps >= delay and steps > delay:
+                replica.land(self._moment(replica.begun))
+            if replica.local_steps >= steps or not self._finite or should_stop():
+                return
             self._step(next(self._batches), on_step)
 
     def contribution(self) -> Contribution:
-        """What the round's inner steps so far amount to. The local parameters stay as they are."""
-        rate = self._optimizer.param_groups[0]["lr"]
-        local = Local(state=self._outer, anchor=self._anchor, inner=self.flat.read(), lr=rate)
-        values, _ = self.recipe.payload.take(local, {})
-        finite = self._finite and bool(torch.isfinite(values).all())
-        if not finite or self._steps == 0:
-            return Contribution(torch.zeros_like(values), 0.0, self._steps, finite)
-        weight = self.recipe.weighting.weight(Work(self._steps, self._tokens))
-        return Contribution(values, min(weight, self._settings.limits.weight), self._steps, finite)
+        """What the round's inner steps so far amount to. May be called again, after some more of them."""
+        replica = self._replica
+        if replica.flying and not replica.has_arrived:
+            replica.recall()
+        steps, moment = replica.local_steps, self._moment(replica.begun + 1)
+        if self.schedule.is_last_exchange(replica.begun + 1):
+            return self._last_contribution(moment)
+        if replica.has_arrived and self.schedule.steps(replica.begun + 1) > self.recipe.policy.delay:
+            replica.land(moment)  # as we have stopped early
+        self._waits = replica.waits
+        message = replica.begin(moment)
+        finite = self._finite and (message.weight > 0 or steps == 0)
+        weight = min(message.weight, self._settings.limits.weight) if finite else 0.0
+        if not finite:
+            message = attrs.evolve(
+                message, taken=torch.zeros_like(message.taken), values=torch.zeros_like(message.values)
+            )
+        self._message = attrs.evolve(message, weight=weight)
+        if not self._waits:
+            replica.send(self._message)
+        self._asking = replica.sender.mix(self._message)
+        return Contribution(
+            operation=next(self._asking),
+            weight=weight,
+            steps=steps,
+            finite=finite,
+            part=tag_of(message.layout, self.flat.slices),
+            meanwhile=0 if self._waits else self.recipe.policy.delay,
+        )
 
-    def outer_step(self, state: OuterState, mean: torch.Tensor, revision: int) -> OuterState:
-        """The outer state after the round that makes `revision`. Pure, and the same bits on every peer."""
-        rate = _learning_rate(self._settings, revision * self._settings.algorithm.inner_steps)
-        mixed = Mixed(mean=mean, own=mean, members=(), share=0.0)
-        return self.recipe.outer.step(state, mixed, Moment(round=revision, lr=rate), mean)
+    def _last_contribution(self, moment: Moment) -> Contribution:
+        if self._replica.has_arrived:
+            self._replica.land(moment)
+        self._asking = self.recipe.finalizer.finish(self._replica.outer.parameters, self.flat.slices)
+        operation = next(self._asking)
+        return Contribution(operation=operation, weight=1.0, steps=0, finite=True, part="finish", meanwhile=0)
+
+    def commit(self, state: OuterState, outcome: Outcome, revision: int) -> OuterState:
+        """The outer state after the round that makes `revision`, in which the last contribution has taken part.
+
+        Where all peers share one state, it depends on nothing else than `state` and what is the same for all: it has
+        the same bits everywhere.
+        """
+        assert self._asking is not None
+        return self._committed(state, _answered(self._asking, outcome), revision)
+
+    def commit_missed(self, state: OuterState, reduced: Reduced, revision: int) -> OuterState:
+        """The same of a round whose result others have made without us, after our contribution to it."""
+        replica, message = self._replica, self._message
+        if self.schedule.is_last_exchange(revision):
+            return self.commit(state, reduced, revision)
+        assert message is not None
+        if reduced.plan.operation == "exchange":
+            replica.skip()
+            self._state = replica.outer
+            return self._state
+        outcome = gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
+        mixing = replica.sender.mix(attrs.evolve(message, weight=0.0))
+        next(mixing)
+        return self._committed(state, _answered(mixing, outcome), revision)
+
+    def _committed(self, state: OuterState, result: Mixed | torch.Tensor, revision: int) -> OuterState:
+        replica, moment = self._replica, self._moment(revision)
+        if isinstance(result, torch.Tensor):  # the last exchange
+            self._state = self.recipe.outer.init(result)
+            replica.restart(self._state, revision)
+            return self._state
+        shared = self.recipe.shared
+        assert self._message is not None
+        if self._waits:
+            replica.send(self._message)
+        replica.arrived(result, replica.step_of(state, result, moment, result.mean) if shared else None)
+        if self._waits:
+            replica.land(moment, self._message.taken)
+        self._message, self._asking = None, None
+        self._state = replica.latest
+        return self._state
+
+    def _moment(self, revision: int) -> Moment:
+        """When the exchange that makes a revision takes place."""
+        return Moment(round=revision, lr=self.schedule.rate(self.schedule.before(revision + 1)))
 
     @torch.no_grad()
     def evaluate(self, state: OuterState) -> float:
@@ -221,25 +315,67 @@ class Trainer:
             state = {key: named[place.name].to(parameter, copy=True) for key, named in moments.items()}
             self._optimizer.state[parameter] = {**state, "step": saved["step"].to(parameter, copy=True)}
 
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """What this peer remembers for itself of exchanges, by name: what was left out, what is not applied yet."""
+        return self._replica.own_state()
+
+    def resume(self, state: OuterState, revision: int, own: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from a checkpoint of ours: from the state of a revision, with what `own_state` returned then.
+
+        Raises:
+            SettingsError: It belongs to another method.
+        """
+        self._replica.restart(state, revision)
+        self._replica.load_own_state(own)
+        self._state = state
+
     def _step(self, windows: torch.Tensor, on_step: Callable[[StepInfo], None]) -> None:
-        inner = self._settings.inner
-        done = (self._revision - 1) * self._settings.algorithm.inner_steps + self._steps
-        lr = _learning_rate(self._settings, done)
+        done = self.schedule.before(self._replica.begun + 1) + self._replica.local_steps
+        lr = self.schedule.rate(done)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.zero_grad()
-        loss = _loss(self.model, windows.to(self._device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip)
-        value = loss.item()
-        if not (math.isfinite(value) and bool(torch.isfinite(norm))):
+        value = self._gradient(windows)
+        if value is None:
             self._finite = False
             return
         self._optimizer.step()
-        self._steps += 1
-        tokens = windows.shape[0] * (windows.shape[1] - 1)
-        self._tokens += tokens
-        on_step(StepInfo(done + 1, value, tokens, lr))
+        self._replica.stepped()
+        on_step(StepInfo(done + 1, value, windows.shape[0] * (windows.shape[1] - 1), lr))
+
+    def _gradient(self, windows: torch.Tensor) -> float | None:
+        """Computes the gradient that the inner optimizer is to step with. The loss; None if either is not finite."""
+        windows = windows.to(self._device)
+
+        def closure() -> float:
+            self._optimizer.zero_grad()
+            loss = _loss(self.model, windows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.item()
+
+        value = closure()
+        if not isinstance(self.recipe.regularizer, Free):
+            anchors = self.flat.scatter(self._replica.outer.parameters)
+            parameters = [(parameter, anchors[place.name]) for place, parameter in self.flat.parameters()]
+            self.recipe.regularizer.regularize(parameters, closure)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.inner.clip)
+        return value if math.isfinite(value) and bool(torch.isfinite(norm)) else None
+
+
+def _bounded(recipe: Recipe, max_weight: float) -> Recipe:
+    """The recipe, with the run's bound on weights where the collective does not see to that."""
+    if not isinstance(recipe.mixer, GatheredMean):
+        return recipe
+    return attrs.evolve(recipe, mixer=attrs.evolve(recipe.mixer, max_weight=max_weight))
+
+
+def _answered(asking: Generator[Operation, Outcome, _T], outcome: Outcome) -> _T:
+    """The result of an exchange whose one operation gave this."""
+    try:
+        asking.send(outcome)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    raise RuntimeError("a method asks for several operations in a round")
 
 
 def default_threads(model: ModelSettings) -> int:
@@ -290,21 +426,6 @@ def _adamw(model: nn.Module, settings: InnerSettings) -> torch.optim.AdamW:
         {"params": gains, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
-
-
-def _learning_rate(settings: Settings, done: int) -> float:
-    """The rate of the inner step after `done` others of the whole run.
-
-    Linear warm-up; then constant or, in a run whose number of rounds is known, half a cosine down to a tenth.
-    """
-    inner = settings.inner
-    if done < inner.warmup:
-        return inner.lr * (done + 1) / inner.warmup
-    if settings.run.rounds == 0:
-        return inner.lr
-    total = settings.run.rounds * settings.algorithm.inner_steps
-    progress = min(1.0, (done - inner.warmup) / max(1, total - inner.warmup))
-    return inner.lr * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:

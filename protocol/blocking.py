@@ -9,11 +9,12 @@ from typing import Generic, TypeVar
 
 import trio
 
-from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors
+from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
 from protocol.errors import RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operation import Operation, Progress
 from protocol.operations import AsyncCollective
+from protocol.pairs import Pairing
 
 _T = TypeVar("_T")
 Group = Collection[PeerId] | None
@@ -95,16 +96,30 @@ class BlockingCollective(Collective):
         self._collective, self._token = collective, token
 
     def all_reduce(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        window: Window | None = None,
     ) -> Reduced:
         """See `Collective.all_reduce`."""
-        return _finished(self.start_all_reduce(values, weight, group=group, tag=tag, timeout=timeout))
+        return _finished(self.start_all_reduce(values, weight, group=group, tag=tag, timeout=timeout, window=window))
 
     def exchange(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
         """See `Collective.exchange`."""
-        return _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout))
+        return _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout, pairing=pairing))
 
     def gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
@@ -123,20 +138,32 @@ class BlockingCollective(Collective):
         return _finished(self.start_barrier(group=group, tag=tag, timeout=timeout))
 
     def start_all_reduce(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        window: Window | None = None,
     ) -> Handle[Reduced]:
         """Starts `all_reduce`."""
-        return self._start(
-            partial(self._collective.start_all_reduce, values, weight, group=group, tag=tag, timeout=timeout)
-        )
+        start = self._collective.start_all_reduce
+        return self._start(partial(start, values, weight, group=group, tag=tag, timeout=timeout, window=window))
 
     def start_exchange(
-        self, values: Tensors, weight: float = 1.0, *, group: Group = None, tag: str = "", timeout: float | None = None
+        self,
+        values: Tensors,
+        weight: float = 1.0,
+        *,
+        group: Group = None,
+        tag: str = "",
+        timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Handle[Exchanged]:
         """Starts `exchange`."""
-        return self._start(
-            partial(self._collective.start_exchange, values, weight, group=group, tag=tag, timeout=timeout)
-        )
+        start = self._collective.start_exchange
+        return self._start(partial(start, values, weight, group=group, tag=tag, timeout=timeout, pairing=pairing))
 
     def start_gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None

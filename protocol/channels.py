@@ -14,6 +14,7 @@ import attrs
 import trio
 
 from protocol.codecs import CodecName
+from protocol.collective import Window
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
@@ -81,6 +82,7 @@ class Channels:
         self._courtesy = settings.courtesy or Courtesy(lambda: endpoint.bytes_sent)
         self._meter = Meter(endpoint)
         self._channels: dict[str, Rounds] = {}
+        self._windows: dict[str, Window | None] = {}
         self._queues: dict[str, Queue] = {}
         self._opened = trio.Event()
         self._opening = trio.Lock()
@@ -113,11 +115,12 @@ class Channels:
         """
         return self._queues.setdefault(self._name(tag, group), Queue())
 
-    async def get(self, tag: str, group: Collection[PeerId] | None) -> Rounds:
+    async def get(self, tag: str, group: Collection[PeerId] | None, window: Window | None = None) -> Rounds:
         """The rounds of a tag and group, which begin if need be.
 
         Raises:
             Overloaded: There are too many of them.
+            ValueError: They have another window.
         """
         assert self.nursery is not None, "the collective must be running"
         name = self._name(tag, group)
@@ -126,17 +129,25 @@ class Channels:
                 if len(self._channels) >= MAX_CHANNELS:
                     raise Overloaded(f"more than {MAX_CHANNELS} tags and groups are in use")
                 roster = self._roster if group is None else _Group(self._roster, frozenset(group))
-                self._channels[name] = await self._open(name, roster, self.nursery)
+                self._channels[name] = await self._open(name, roster, window, self.nursery)
+                self._windows[name] = window
                 self._opened.set()
                 self._opened = trio.Event()
+            if self._windows[name] != window:
+                raise ValueError(f"the operations of tag {tag!r} have another window: {self._windows[name]}")
             return self._channels[name]
 
-    async def _open(self, name: str, roster: Roster, nursery: trio.Nursery) -> Rounds:
+    async def _open(self, name: str, roster: Roster, window: Window | None, nursery: trio.Nursery) -> Rounds:
         settings = self._settings
+        times = settings.times
+        if window is not None:  # nobody hurries to be in time, so nothing is to be waited for after the grace time
+            times = attrs.evolve(
+                times, quorum=window.quorum, grace=window.grace, slack=0.0, keep=window.keep, patient=False
+            )
         rounds = Rounds(
             self._endpoint,
             self._run,
-            settings=settings.times,
+            settings=times,
             roster=roster,
             report=settings.report,
             tag=name,

@@ -7,9 +7,11 @@ from typing import Protocol, TypeAlias
 
 import attrs
 import torch
+from attrs.validators import ge, gt
 
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
+from protocol.pairs import Pairing
 from protocol.plan import Plan
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -19,6 +21,22 @@ have to be the same at all members."""
 
 Block: TypeAlias = Buffer | torch.Tensor
 """What is gathered: bytes, or those of a tensor. The size may be another one at each member."""
+
+
+@attrs.frozen(kw_only=True)
+class Window:
+    """When all-reduces begin without those who are not ready, for peers that do not wait for the slowest.
+
+    Whoever is late takes part in a later one, and gets the results of those that it has missed with that. The same at
+    all members, in all operations of a tag and group.
+    """
+
+    quorum: int = attrs.field(default=1, validator=ge(1))
+    """How many have to be ready; all who are there if they are fewer."""
+    grace: float = attrs.field(default=1.0, validator=gt(0))
+    """How many seconds these then wait for the others."""
+    keep: int = attrs.field(default=8, validator=ge(1))
+    """How many results everybody keeps for those who come late: the most that one may miss in a row."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -33,6 +51,8 @@ class Outcome:
     bytes_received: int
     seconds: float
     """From this peer's being ready to its holding the result."""
+    counted: bool = True
+    """Whether what we brought to a reduction or a gather is in the result. It need not be: see `members`."""
 
     @property
     def number(self) -> int:
@@ -63,6 +83,8 @@ class Reduced(Outcome):
     """Sum of the weights."""
     shapes: tuple[torch.Size, ...] = ()
     """Of the tensors that were averaged."""
+    missed: tuple[Reduced, ...] = ()
+    """What others have made without us since our last operation, if it has a window; the oldest first."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -150,10 +172,15 @@ class Collective(Protocol):
         group: Collection[PeerId] | None = None,
         tag: str = "",
         timeout: float | None = None,
+        window: Window | None = None,
     ) -> Reduced:
         """The mean of all members' values, each counting `weight`, summed in fp32.
 
-        A weight of 0 takes part without contributing, and so do values that are not finite.
+        A weight of 0 takes part without contributing, and so do values that are not finite. With a window, values are
+        held for the next operation if one ends without them, so they are in the mean that is returned.
+
+        Raises:
+            Behind: With a window: the others do not keep all that we have missed.
         """
         ...
 
@@ -165,8 +192,12 @@ class Collective(Protocol):
         group: Collection[PeerId] | None = None,
         tag: str = "",
         timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
-        """Matches the members in random pairs, and swaps values within each. One that dies harms only its partner."""
+        """Matches the members in pairs, and swaps values within each. One that dies harms only its partner.
+
+        `pairing`, the same at all members, says who belongs to whom: see `protocol.pairs`.
+        """
         ...
 
     def gather(

@@ -13,16 +13,20 @@ _AT_ONCE = 1 << 20
 
 
 class Contributor:
-    """Encodes one peer's values, round after round, and remembers what was left out."""
+    """Encodes one peer's values, round after round, and remembers what was left out, of each part by itself."""
 
     def __init__(self, codec: CodecName) -> None:
         self._codec = make_codec(codec)
-        self._feedback: ErrorFeedback | None = None
-        self._length = 0
+        self._feedbacks: dict[str, tuple[int, ErrorFeedback]] = {}  # by part, with its length
+        self._feedback: ErrorFeedback | None = None  # of what was encoded last
         self._memory = VectorPool()
 
-    async def encode(self, values: torch.Tensor) -> memoryview:
+    async def encode(self, values: torch.Tensor, part: str = "") -> memoryview:
         """The bytes of a round's values, for all attempts at it; none for fp32, which is sent as it is.
+
+        Args:
+            values: What is brought.
+            part: What it is a part of, if not always of the same.
 
         Raises:
             NotFinite: They are not finite numbers, or not with what was left out so far.
@@ -32,14 +36,17 @@ class Contributor:
             if not await is_finite(values):
                 raise NotFinite("the values are not finite")
             return memoryview(b"")
-        if self._feedback is None or self._length != len(values):
-            self._feedback, self._length = ErrorFeedback(codec, len(values)), len(values)
+        length, feedback = self._feedbacks.get(part, (0, None))
+        if feedback is None or length != len(values):
+            feedback = ErrorFeedback(codec, len(values))
+            self._feedbacks[part] = len(values), feedback
+        self._feedback = feedback
         size = codec.encoded_size(len(values))
         encoded = vector_bytes(self._memory.take(-(-size // 4)))[:size]
         for start in range(0, len(values), _AT_ONCE):
             stop = min(start + _AT_ONCE, len(values))
             piece = encoded[codec.encoded_size(start) : codec.encoded_size(stop)]
-            self._feedback.encode(start, values[start:stop], piece)
+            feedback.encode(start, values[start:stop], piece)
             await trio.lowlevel.checkpoint()
         return encoded
 
@@ -53,6 +60,7 @@ class Contributor:
     def reset(self) -> None:
         """The state was replaced by another one, of which nothing was left out."""
         self._feedback = None
+        self._feedbacks.clear()
 
 
 async def is_finite(values: torch.Tensor) -> bool:

@@ -50,6 +50,8 @@ class RoundTimes:
 
     grace: float = attrs.field(default=10.0, validator=gt(0))
     """How long the first ready peer waits for the others."""
+    quorum: int = attrs.field(default=1, validator=ge(1))
+    """So many have to be ready before the grace time begins; all who are there if they are fewer."""
     slack: float = attrs.field(default=2.0, validator=ge(0))
     """What the coordinator waits beyond the grace that it announces: time to compute and to deliver a contribution."""
     stall: float = attrs.field(default=10.0, validator=gt(0))
@@ -67,6 +69,8 @@ class RoundTimes:
     """Longest latency of one step around the ring that is worth waiting for."""
     keep: int = attrs.field(default=3, validator=ge(1))
     """Results that are kept for peers that missed them."""
+    patient: bool = True
+    """Whether members that are behind are waited for beyond the grace time."""
 
     @property
     def window(self) -> float:
@@ -188,6 +192,7 @@ class Coordinator:
 
     def _reset(self) -> None:
         self.plan = self.closes = self.holder = None
+        self._enough = True  # are ready, as far as we knew when we last looked
         self._blamed: set[PeerId] = set()
         self._alone = False  # we have lost all others once, or were away
         self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
@@ -342,14 +347,16 @@ class Coordinator:
         if not fit:
             self.closes = None
             return
-        if self.closes is None:
+        enough = len(fit) >= self._times.quorum
+        if self.closes is None or not self._enough:
             self.closes = now + self._times.grace + self._times.slack
+        self._enough = enough
         awaited = {peer for peer in view.expected - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
         awaited |= view.arriving - fit.keys() - self._blamed
-        if not awaited or now >= self.closes + self._extension(awaited, fit, view):
+        if not awaited or (enough and now >= self.closes + self._extension(awaited, fit, view)):
             self._propose(now, view)
 
     def _extension(self, awaited: set[PeerId], fit: dict[PeerId, Candidate], view: View) -> float:
@@ -358,7 +365,7 @@ class Coordinator:
         if "led" in answers:
             return self._times.attempt(load(*_total(fit)), len(view.expected))
         late = "late" in answers or (self._peer in awaited and view.base is None)
-        return view.patience if late else 0.0
+        return view.patience if late and self._times.patient else 0.0
 
     def _fit(self, view: View) -> dict[PeerId, Candidate]:
         """The candidates that can be in one plan. Those on another branch are sent away, with our digest."""

@@ -8,6 +8,7 @@ coordinator names.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -172,11 +173,7 @@ class Member:
     async def _listen(self) -> None:
         begun = news = trio.current_time()
         while True:
-            # For news of a plan that is being carried out we wait as that one takes.
-            patience = self._patience or self._times.window + self._times.attempt(self._load, self._size)
-            # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
-            limit = 2 * (self._times.window + 2 * self._times.attempt(2 * self._load, self._size))
-            message = await self._hear(min(news + patience, begun + limit))
+            message = await self._hear(self._deadline(begun, news))
             if isinstance(message, Queued):
                 self._load = max(self._load, min(message.load, self._most))
                 continue
@@ -196,6 +193,18 @@ class Member:
                 case Forked(base):
                     offer = self._work.offer
                     raise Fork(self._line.peer, offer.revision - 1, ours=offer.base, theirs=base)
+
+    def _deadline(self, begun: float, news: float) -> float:
+        """Until when we wait for something new, having begun then and heard something new then."""
+        times = self._times
+        if times.quorum > 1 and not self._patience:  # there is no telling when so many are ready
+            return math.inf
+        # For news of a plan that is being carried out we wait as that one takes.
+        patience = self._patience or times.window + times.attempt(self._load, self._size)
+        if times.quorum > 1:
+            return news + patience
+        # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
+        return min(news + patience, begun + 2 * (times.window + 2 * times.attempt(2 * self._load, self._size)))
 
     async def _hear(self, deadline: float) -> _Said:
         """The next message. A coordinator that is stuck says nothing; one that goes on without news is no better."""

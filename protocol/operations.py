@@ -11,15 +11,17 @@ import torch
 import trio
 
 from protocol.channels import Channels, ChannelSettings
-from protocol.collective import Block, Broadcasted, Exchanged, Gathered, Outcome, Reduced, Tensors
+from protocol.collective import Block, Broadcasted, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
 from protocol.endpoint import Endpoint
-from protocol.errors import Behind, Fork, RoundAborted
+from protocol.errors import Behind, Fork, RequestRefused, RoundAborted
 from protocol.flatten import block_bytes, blocks_of, flat, shapes_of
 from protocol.identity import PeerId
 from protocol.operation import Operation
+from protocol.pairs import Pairing
 from protocol.plan import NO_DIGEST
 from protocol.roster import Roster
 from protocol.rounds import Rounds
+from protocol.swap import Swap
 from protocol.transfer import IN_WORKER
 
 _T = TypeVar("_T")
@@ -47,6 +49,9 @@ class AsyncCollective:
         self, endpoint: Endpoint, run_id: bytes, *, roster: Roster, settings: ChannelSettings | None = None
     ) -> None:
         self._channels = Channels(endpoint, run_id, roster, settings or ChannelSettings())
+        self._peer = endpoint.peer_id
+        self._missed: dict[tuple[str, frozenset[PeerId] | None], list[Reduced]] = {}
+        """Results that we have fetched, and not yet given to who asks for them, by tag and group."""
         self._operations = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -66,9 +71,11 @@ class AsyncCollective:
         group: Group = None,
         tag: str = "",
         timeout: float | None = None,
+        window: Window | None = None,
     ) -> Reduced:
         """See `Collective.all_reduce`."""
-        return await _finished(self.start_all_reduce(values, weight, group=group, tag=tag, timeout=timeout))
+        operation = self.start_all_reduce(values, weight, group=group, tag=tag, timeout=timeout, window=window)
+        return await _finished(operation)
 
     async def exchange(
         self,
@@ -78,9 +85,11 @@ class AsyncCollective:
         group: Group = None,
         tag: str = "",
         timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Exchanged:
         """See `Collective.exchange`."""
-        return await _finished(self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout))
+        operation = self.start_exchange(values, weight, group=group, tag=tag, timeout=timeout, pairing=pairing)
+        return await _finished(operation)
 
     async def gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
@@ -106,15 +115,23 @@ class AsyncCollective:
         group: Group = None,
         tag: str = "",
         timeout: float | None = None,
+        window: Window | None = None,
     ) -> Operation[Reduced]:
         """Starts `all_reduce`."""
+        missed: list[Reduced] = []
+        if window is not None:
+            missed = self._missed.setdefault((tag, None if group is None else frozenset(group)), missed)
 
         async def act(rounds: Rounds, number: int) -> Reduced:
             vector = await _flat(values)
             reduced = await rounds.all_reduce(number, vector, weight)
-            return attrs.evolve(reduced, shapes=shapes_of(values))
+            if window is not None and weight > 0 and self._peer not in reduced.members:
+                raise Behind(self._peer, number)  # the result is kept here
+            earlier = tuple(missed)
+            missed.clear()
+            return attrs.evolve(reduced, shapes=shapes_of(values), missed=earlier)
 
-        return self._start(act, group, tag, timeout)
+        return self._start(act, group, tag, timeout, window, None if window is None else missed)
 
     def start_exchange(
         self,
@@ -124,27 +141,16 @@ class AsyncCollective:
         group: Group = None,
         tag: str = "",
         timeout: float | None = None,
+        pairing: Pairing = "random",
     ) -> Operation[Exchanged]:
         """Starts `exchange`."""
 
         async def act(rounds: Rounds, number: int) -> Exchanged:
             vector = await _flat(values)
             started = trio.current_time()
-            agreed, swap = await rounds.exchange(number, vector, weight)
-            weights = dict(zip(agreed.members, agreed.weights, strict=True))
-            return Exchanged(
-                plan=agreed.plan,
-                attempts=agreed.attempts,
-                bytes_sent=swap.bytes_sent,
-                bytes_received=swap.bytes_received,
-                seconds=trio.current_time() - started,
-                partner=swap.partner,
-                values=swap.theirs,
-                ours=swap.ours,
-                weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
-                problem=swap.problem,
-                shapes=shapes_of(values),
-            )
+            agreed, swap = await rounds.exchange(number, vector, weight, pairing=pairing)
+            exchanged = exchanged_of(agreed, swap, trio.current_time() - started)
+            return attrs.evolve(exchanged, shapes=shapes_of(values))
 
         return self._start(act, group, tag, timeout)
 
@@ -158,7 +164,6 @@ class AsyncCollective:
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
     ) -> Operation[Broadcasted]:
         """Starts `broadcast`."""
-
         return self._start(partial(_broadcast, block), group, tag, timeout)
 
     def start_barrier(self, *, group: Group = None, tag: str = "", timeout: float | None = None) -> Operation[Outcome]:
@@ -170,7 +175,13 @@ class AsyncCollective:
         return self._start(act, group, tag, timeout)
 
     def _start(
-        self, act: Callable[[Rounds, int], Awaitable[_T]], group: Group, tag: str, timeout: float | None
+        self,
+        act: Callable[[Rounds, int], Awaitable[_T]],
+        group: Group,
+        tag: str,
+        timeout: float | None,
+        window: Window | None = None,
+        missed: list[Reduced] | None = None,
     ) -> Operation[_T]:
         if self._channels.nursery is None:
             raise RoundAborted("the collective is not running")
@@ -179,8 +190,8 @@ class AsyncCollective:
 
         async def work(operation: Operation[_T]) -> _T:
             await turn.wait()
-            rounds = await self._channels.get(tag, group)
-            return await _carry_out(operation, act, rounds)
+            rounds = await self._channels.get(tag, group, window)
+            return await _carry_out(operation, act, rounds, missed)
 
         async def run() -> None:
             try:
@@ -195,20 +206,43 @@ class AsyncCollective:
         return operation
 
 
-async def _carry_out(operation: Operation[Any], act: Callable[[Rounds, int], Awaitable[_T]], rounds: Rounds) -> _T:
-    """Takes part in the first operation that others have not finished without us."""
+async def _carry_out(
+    operation: Operation[Any],
+    act: Callable[[Rounds, int], Awaitable[_T]],
+    rounds: Rounds,
+    missed: list[Reduced] | None,
+) -> _T:
+    """Takes part in the first operation that others have not finished without us, and fetches what they have made."""
     while True:
         number = rounds.finished + 1
         operation.measure = partial(rounds.progress, number)
         try:
             outcome = await act(rounds, number)
         except Behind as behind:
-            rounds.committed(max(number, behind.revision), NO_DIGEST)
+            if missed is None:
+                rounds.committed(max(number, behind.revision), NO_DIGEST)
+            else:
+                await _catch_up(rounds, number, behind, missed)
         except Fork:  # there are no states here: somebody lies, and is passed over from now on
             await trio.lowlevel.checkpoint()
         else:
             rounds.committed(number, NO_DIGEST)
             return outcome
+
+
+async def _catch_up(rounds: Rounds, number: int, behind: Behind, missed: list[Reduced]) -> None:
+    """Fetches the results that we have missed, from this one on.
+
+    Raises:
+        Behind: They are not kept any more.
+        ShoalError: They cannot be had now. What is here already remains.
+    """
+    for revision in range(number, max(number, behind.revision) + 1):
+        try:
+            missed.append(await rounds.fetch_result(behind.peer, revision))
+        except RequestRefused:
+            raise behind from None
+        rounds.committed(revision, NO_DIGEST)
 
 
 async def _finished(operation: Operation[_T]) -> _T:
@@ -225,9 +259,30 @@ async def _flat(values: Tensors) -> torch.Tensor:
     return flat(values) if size < IN_WORKER else await trio.to_thread.run_sync(flat, values)
 
 
-async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
-    reduced = await rounds.gather(number, block_bytes(block))
+def exchanged_of(agreed: Reduced, swap: Swap, seconds: float) -> Exchanged:
+    """What came of an exchange, from what `Rounds.exchange` returned after so many seconds."""
+    weights = dict(zip(agreed.members, agreed.weights, strict=True))
+    return Exchanged(
+        plan=agreed.plan,
+        attempts=agreed.attempts,
+        bytes_sent=swap.bytes_sent,
+        bytes_received=swap.bytes_received,
+        seconds=seconds,
+        partner=swap.partner,
+        values=swap.theirs,
+        ours=swap.ours,
+        weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
+        problem=swap.problem,
+    )
+
+
+def gathered_of(reduced: Reduced) -> Gathered:
+    """What came of a gather, from what `Rounds.gather` or `Rounds.fetch_result` returned."""
     return Gathered(blocks=blocks_of(reduced), **_costs(reduced))
+
+
+async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
+    return gathered_of(await rounds.gather(number, block_bytes(block)))
 
 
 async def _broadcast(block: Block | None, rounds: Rounds, number: int) -> Broadcasted:

@@ -36,6 +36,7 @@ from protocol.identity import PeerId
 from protocol.leadership import Leadership
 from protocol.member import Member, Redirected, Work
 from protocol.metering import Meter
+from protocol.pairs import Pairing
 from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
 from protocol.results import Results
 from protocol.roster import Roster
@@ -217,7 +218,7 @@ class Rounds:
     # Taking part.
 
     async def all_reduce(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, part: str = ""
     ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
 
@@ -226,6 +227,7 @@ class Rounds:
             values: 1-D fp32 on the CPU, at least one element. Not changed, and not to be changed meanwhile.
             weight: What our values count; 0 to take part without contributing.
             digest: Of the state that the values belong to, that is, revision - 1.
+            part: Names what the values are a part of, if not all rounds are about the same values.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
@@ -239,7 +241,7 @@ class Rounds:
             raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
         offer = self._offer("reduce", revision, len(values), weight, digest)
         try:
-            encoded = await self._contributor.encode(values)
+            encoded = await self._contributor.encode(values, part)
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
             offer, encoded = attrs.evolve(offer, weight=0.0, signature=None), memoryview(b"")
@@ -250,7 +252,7 @@ class Rounds:
             counted = self._endpoint.peer_id in reduced.contributors
         finally:
             self._contributor.finished(counted=counted)
-        return reduced
+        return attrs.evolve(reduced, counted=counted)
 
     async def gather(self, revision: int, block: torch.Tensor | None, *, digest: bytes = NO_DIGEST) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds every member's block.
@@ -269,10 +271,11 @@ class Rounds:
             raise ValueError(f"a block has at most {self._max_block} bytes, not {size}")
         values = torch.empty(0, dtype=torch.uint8) if block is None else block
         offer = self._offer("gather", revision, size, weight, digest)
-        return await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        reduced = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
+        return attrs.evolve(reduced, counted=self._endpoint.peer_id in reduced.contributors)
 
     async def exchange(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST
+        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, pairing: Pairing
     ) -> tuple[Reduced, Swap]:
         """Takes part in the round that makes `revision`, in which the members are matched in pairs, and swap vectors.
 
@@ -280,6 +283,7 @@ class Rounds:
             revision: As for `all_reduce`, as is the rest.
             values: 1-D fp32 on the CPU, finite.
             weight: Told to the partner.
+            pairing: Who belongs to whom; the same at all members.
             digest: As for `all_reduce`.
 
         Returns:
@@ -290,7 +294,8 @@ class Rounds:
         encoded = await self._swapper.encode(values)
         offer = self._offer("exchange", revision, len(values), weight, digest)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
-        swap = Swap(agreed.plan, values, encoded, endpoint=self._endpoint, inbox=self._inbox, times=self._times)
+        plan, inbox, times = agreed.plan, self._inbox, self._times
+        swap = Swap(plan, values, encoded, pairing, endpoint=self._endpoint, inbox=inbox, times=times)
         await self._carrying.swap(swap)
         self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap

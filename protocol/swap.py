@@ -17,7 +17,7 @@ from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
 from protocol.errors import RequestRefused, RequestTimeout, ShoalError, StreamReset, first_error
 from protocol.identity import PeerId
-from protocol.pairs import partner, swap_id
+from protocol.pairs import Pairing, partner, swap_id
 from protocol.plan import Plan
 from protocol.reduction import pieces
 from protocol.round_messages import RingData
@@ -35,6 +35,7 @@ class Swap:
         plan: What all members have agreed on; we are among them.
         values: Our vector; only read.
         encoded: The same as the plan's codec writes it; not looked at for fp32.
+        pairing: Who belongs to whom; the same at all members.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class Swap:
         plan: Plan,
         values: torch.Tensor,
         encoded: memoryview,
+        pairing: Pairing,
         *,
         endpoint: Endpoint,
         inbox: RingInbox,
         times: RoundTimes,
     ) -> None:
         self.plan = plan
-        self.partner = partner(plan, endpoint.peer_id)
+        self.partner = partner(plan, endpoint.peer_id, pairing)
         """Whom we were matched with; None for the odd one out."""
         self.theirs: torch.Tensor | None = None
         """What the partner's bytes mean, complete; None if they did not come."""

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar
 
-from optim.methods import diloco, gathered, gossip, late
+from optim.methods import asynchronous, diloco, gathered, gossip, late
 from optim.recipe import GradientRecipe, Recipe
 from protocol.errors import SettingsError
 
@@ -28,6 +28,9 @@ RECIPES: Mapping[str, Callable[..., Recipe]] = {
     "delayed": late.delayed,
     "dilocox": late.dilocox,
     "co2": late.co2,
+    "asynchronous": asynchronous.asynchronous,
+    "asynchronous-plain": asynchronous.asynchronous_plain,
+    "decoupled": asynchronous.decoupled,
     "noloco": gossip.noloco,
     "gossip": gossip.gossip,
     "sparseloco": gathered.sparseloco,

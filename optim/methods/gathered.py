@@ -22,12 +22,12 @@ def sparseloco(
 ) -> Recipe:
     """SparseLoCo (arXiv 2508.15706): of each 64 × 64 values of a pseudo-gradient the k largest, in two bits each.
 
-    What is left out is kept, and forgotten slowly.
+    What is left out is kept, and forgotten slowly. Nobody's message counts as longer than the median of all.
     """
     return Recipe(
         policy=FixedSteps(inner_steps),
         feedback=ErrorFeedback(decay),
-        mixer=GatheredMean(TopChunks(k, bits=bits)),
+        mixer=GatheredMean(TopChunks(k, bits=bits), capped=True),
         outer=Nesterov(lr=outer_lr, momentum=0.0),
     )
 

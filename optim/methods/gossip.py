@@ -7,13 +7,14 @@ import torch
 from attrs.validators import ge, gt, le
 
 from optim.finalizers import GlobalMean, VarianceCorrectedMean
-from optim.mixers import RandomPairs
+from optim.mixers import Pairs
 from optim.outers import Follow
 from optim.payloads import Parameters
 from optim.policies import FixedSteps
 from optim.recipe import Recipe
 from optim.slots import Local, Memory, Mixed, Moment
 from optim.state import OuterState
+from protocol.pairs import Pairing
 
 
 @attrs.frozen
@@ -57,23 +58,24 @@ def noloco(*, inner_steps: int = 50, alpha: float = 0.5, beta: float = 0.7, gamm
     return Recipe(
         policy=FixedSteps(inner_steps),
         payload=DeltaAndOuter(),
-        mixer=RandomPairs(),
+        mixer=Pairs(),
         outer=PairMomentum(alpha, beta, gamma),
         finalizer=GlobalMean(),
         shared=False,
     )
 
 
-def gossip(*, inner_steps: int = 1, corrected: bool = False) -> Recipe:
+def gossip(*, inner_steps: int = 1, corrected: bool = False, pairing: Pairing = "random") -> Recipe:
     """Decentralized Adam with overlapped gossip on pairs (arXiv 2410.11998); the mean at the end.
 
-    The pair's mean of the parameters after a step is on its way while the next is computed, whose update is then added.
+    Pairs are random ones, or those of a one-peer graph: "exponential" or "exponential-ring". The pair's mean of the
+    parameters after a step is on its way while the next is computed, whose update is then added.
     `corrected` keeps the variance of each matrix in the final mean (arXiv 2404.04616).
     """
     return Recipe(
         policy=FixedSteps(inner_steps, delay=1),
         payload=Parameters(),
-        mixer=RandomPairs(),
+        mixer=Pairs(pairing),
         outer=Follow(),
         finalizer=VarianceCorrectedMean() if corrected else GlobalMean(),
         shared=False,

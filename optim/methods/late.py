@@ -7,9 +7,9 @@ import torch
 
 from optim.feedback import ErrorFeedback
 from optim.finalizers import GlobalMean
-from optim.lowrank import LowRankMean
+from optim.lowrank import AdaptiveLowRankMean, LowRankMean
 from optim.outers import Nesterov, SlowMomentum
-from optim.policies import FixedSteps
+from optim.policies import FixedSteps, HiddenSteps
 from optim.recipe import Recipe
 from optim.slots import Mixed, Moment
 from optim.state import OuterState
@@ -57,15 +57,28 @@ def delayed(*, inner_steps: int = 50, outer_lr: float = 0.2, outer_momentum: flo
     )
 
 
-def dilocox(*, inner_steps: int = 50, outer_lr: float = 0.2, outer_momentum: float = 0.5, rank: int = 32) -> Recipe:
+def dilocox(
+    *,
+    inner_steps: int = 50,
+    outer_lr: float = 0.2,
+    outer_momentum: float = 0.5,
+    rank: int = 32,
+    adaptive: bool = True,
+    window: int = 5,
+) -> Recipe:
     """DiLoCoX (arXiv 2506.21263): a round late, low rank, with error feedback. Its int4 is the `int4` codec.
+
+    `adaptive` lets the rank follow what the last exchanges needed (`window` of them), and the number of local steps
+    shrink with what is sent.
 
     Raises:
         SettingsError: The outer iteration would diverge.
     """
+    fixed = delayed(inner_steps=inner_steps, outer_lr=outer_lr, outer_momentum=outer_momentum)
     return attrs.evolve(
-        delayed(inner_steps=inner_steps, outer_lr=outer_lr, outer_momentum=outer_momentum),
-        mixer=LowRankMean(rank),
+        fixed,
+        policy=HiddenSteps(inner_steps) if adaptive else fixed.policy,
+        mixer=AdaptiveLowRankMean(rank, window) if adaptive else LowRankMean(rank),
         feedback=ErrorFeedback(),
     )
 

@@ -27,7 +27,15 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from optim import GradientOptimizer, LocalSwarm, LowCommunicationOptimizer, gradient_recipe, recipe
+from optim import (
+    GradientOptimizer,
+    LocalSwarm,
+    LowCommunicationOptimizer,
+    MultiTimescaleOptimizer,
+    QuasiHyperbolicAdam,
+    gradient_recipe,
+    recipe,
+)
 from optim.local import LocalPeer
 from optim.spsa import SpsaOptimizer
 from peer.data import STDLIB, Corpus, Dataset
@@ -108,8 +116,23 @@ ROWS: dict[str, Row] = {
     "eager-50": Row(method="eager", constants={"inner_steps": 50, "outer_lr": 0.35}),
     "delayed-10": Row(method="delayed", constants={"inner_steps": 10, "outer_lr": 0.2}),
     "delayed-50": Row(method="delayed", constants={"inner_steps": 50, "outer_lr": 0.35}),
-    "dilocox-20": Row(method="dilocox", constants={"inner_steps": 20, "outer_lr": 0.35, "rank": 8}, codec="int4"),
+    "dilocox-20": Row(
+        method="dilocox", constants={"inner_steps": 20, "outer_lr": 0.35, "rank": 8, "adaptive": False}, codec="int4"
+    ),
+    "dilocox-20 adaptive": Row(
+        method="dilocox", constants={"inner_steps": 20, "outer_lr": 0.35, "rank": 8}, codec="int4"
+    ),
     "co2-48": Row(method="co2", constants={"inner_steps": 48, "momentum": 0.2}),
+    "asynchronous-50": Row(
+        method="asynchronous", constants={"inner_steps": 50, "buffer": 4, "outer_lr": 0.7, "outer_momentum": 0.5}
+    ),
+    "asynchronous-50 plain": Row(
+        method="asynchronous-plain", constants={"inner_steps": 50, "outer_lr": 0.7, "outer_momentum": 0.5}
+    ),
+    "decoupled-48": Row(
+        method="decoupled",
+        constants={"inner_steps": 48, "fragments": 2, "delay": 0, "quorum": 3, "outer_momentum": 0.5},
+    ),
     "slowmo-48": Row(method="slowmo", constants={"inner_steps": 48, "momentum": 0.4}),
     "fedadam-50": Row(method="fedopt", constants={"inner_steps": 50, "outer_lr": 0.05, "tau": 0.01}),
     "fedyogi-50": Row(method="fedopt", constants={"inner_steps": 50, "rule": "yogi", "outer_lr": 0.05, "tau": 0.01}),
@@ -119,7 +142,10 @@ ROWS: dict[str, Row] = {
     "quadratic": Row(method="quadratic", constants={"base_steps": 4, "alpha": 0.01}),
     "noloco-25": Row(method="noloco", constants={"inner_steps": 25}),
     "noloco-25 M=8": Row(method="noloco", constants={"inner_steps": 25}, replicas=8),
+    "mt-dao-50": Row(method="mt-dao", constants={"sync_every": 50}),
     "gossip": Row(method="gossip"),
+    "gossip exponential": Row(method="gossip", constants={"pairing": "exponential"}),
+    "gossip exponential-ring": Row(method="gossip", constants={"pairing": "exponential-ring"}),
     "sparseloco-20": Row(method="sparseloco", constants={"inner_steps": 20}),
     "powersgd": Row(method="powersgd", constants={"rank": 8}),
     "demo": Row(method="demo", rate=1e-3, plain=True),
@@ -210,7 +236,7 @@ def replica(row: Row, seed: int, begin: dict[str, torch.Tensor], peer: LocalPeer
         else:
             take_step(model, optimizer, windows, rate)
     own = validation(model, data)
-    if isinstance(optimizer, LowCommunicationOptimizer):
+    if isinstance(optimizer, LowCommunicationOptimizer | MultiTimescaleOptimizer):
         optimizer.finish()
     return validation(model, data), own
 
@@ -226,6 +252,10 @@ def _optimizer(
         return inner
     if row.method == "spsa":
         return SpsaOptimizer(model, inner, peer, seed=1000 * seed + peer.members.index(peer.peer_id))
+    if row.method == "mt-dao":
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in inner.param_groups]
+        adam = QuasiHyperbolicAdam(groups, momenta=((0.95, 0.6), (0.99, 0.3)), beta=0.95)
+        return MultiTimescaleOptimizer(model, adam, peer, sync_every=int(row.constants["sync_every"]))
     if row.method in ("data-parallel", "powersgd", "demo", "lion", "terngrad"):
         return GradientOptimizer(model, inner, peer, gradient_recipe(row.method, **row.constants))
     return LowCommunicationOptimizer(model, inner, peer, recipe(row.method, **row.constants))

@@ -83,3 +83,11 @@ def test_a_model_with_nothing_to_train_is_refused():
 def test_complex_parameters_are_refused():
     with pytest.raises(SettingsError, match="weight is of type"):
         FlatParameters(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def test_what_wraps_a_model_does_not_matter():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    names = [place.name for place in FlatParameters(model).slices]
+    assert [place.name for place in FlatParameters(torch.compile(model, backend="eager")).slices] == names
+    model[0] = torch.compile(model[0], backend="eager")
+    assert [place.name for place in FlatParameters(model).slices] == names

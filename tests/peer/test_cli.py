@@ -16,7 +16,7 @@ import peer.cli
 from peer.home import Home
 from peer.manifest import Manifest, ManifestError, dump_settings
 from peer.options import parse_size
-from peer.settings import DataSettings, RunSettings, Settings
+from peer.settings import AlgorithmSettings, DataSettings, RunSettings, Settings
 from peer.ticket import Ticket
 from protocol.errors import (
     AddressError,
@@ -120,6 +120,10 @@ def test_python_m_peer():
         ["start", "--rounds", "-1"],
         ["start", "--width", "7"],
         ["start", "--algorithm", "magic"],
+        ["start", "--algorithm", "paced"],
+        ["start", "--constant", "fragments"],
+        ["start", "--constant", "fragments=2"],
+        ["init", "--algorithm", "eager", "--outer-lr", "0.9"],
         ["init", "--heads", "3"],
         ["init", "--check"],
         ["ticket", "--show", "nonsense"],
@@ -257,7 +261,7 @@ def test_init_asks_on_a_terminal(shoal, tmp_path, monkeypatch):
     assert tables["membership"]["policy"] == "private"
     assert (tables["run"]["name"], tables["run"]["rounds"]) == ("mine", 100)
     assert (tables["model"]["layers"], tables["model"]["width"]) == (2, 64)
-    assert tables["algorithm"]["inner_steps"] == Settings().algorithm.inner_steps
+    assert tables["algorithm"]["inner_steps"] == Settings().algorithm["inner_steps"]
 
 
 # start and join
@@ -271,11 +275,29 @@ def test_start_prints_the_ticket_alone(shoal, daemon, home, tmp_path):
     manifest = daemon.config.manifest
     assert manifest.founder == home.identity.public_key
     assert manifest.settings.run.rounds == 3
-    assert manifest.settings.algorithm.inner_steps == 5
+    assert manifest.settings.algorithm["inner_steps"] == 5
     assert daemon.config.ticket is None
     assert daemon.config.listen == Address("127.0.0.1", 0)
     assert "listens on 127.0.0.1:0" in result.stderr
     assert "warning: run.rounds = 3 is short" in result.stderr
+
+
+def test_the_algorithm_and_its_constants_are_options(shoal, daemon):
+    options = [
+        "--algorithm",
+        "streaming",
+        "--inner-steps",
+        9,
+        "--constant",
+        "fragments=3",
+        "--constant",
+        "strided=false",
+    ]
+    assert shoal("start", "--rounds", 3, *options).exit_code == 0
+    settings = daemon.config.manifest.settings.algorithm
+    assert settings == AlgorithmSettings("streaming", inner_steps=9, fragments=3, strided=False)
+    assert shoal("init", "fedopt.toml", "--algorithm", "fedopt", "--constant", "rule=yogi").exit_code == 0
+    assert 'rule = "yogi"' in Path("fedopt.toml").read_text()
 
 
 def test_start_signs_a_manifest(shoal, daemon, home, tmp_path):

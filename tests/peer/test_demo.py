@@ -105,6 +105,8 @@ def test_a_missing_sample_is_told_and_forgiven(capsys):
         ({"peers": 1}, "--peers 2"),
         ({"rounds": 4}, "--rounds 5"),
         ({"inner_steps": 0}, "--inner-steps"),
+        ({"algorithm": "paced"}, "cannot be used in a run"),
+        ({"algorithm": "streeming"}, 'did you mean "streaming"?'),
         ({"data": "nowhere"}, "nowhere"),
         ({"keep": Path("full")}, "--keep"),
     ],
@@ -118,7 +120,7 @@ def test_impossible_options_are_refused_with_a_hint(capsys, tmp_path, options, h
 
 def test_the_settings_are_those_asked_for():
     settings = demo_settings(7, 30, "some/path")
-    assert (settings.run.rounds, settings.algorithm.inner_steps, settings.data.source) == (7, 30, "text")
+    assert (settings.run.rounds, settings.algorithm["inner_steps"], settings.data.source) == (7, 30, "text")
     assert "rounds = 7" in dump_settings(demo_settings(7, 30))
 
 

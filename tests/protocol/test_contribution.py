@@ -48,6 +48,16 @@ async def test_a_state_that_was_fetched_begins_anew():
     assert await contributor.encode(VALUES) == first
 
 
+async def test_what_is_left_out_of_one_part_is_not_added_to_another():
+    contributor, others = Contributor("int4"), -VALUES
+    first = bytes(await contributor.encode(VALUES, "one"))
+    contributor.finished(counted=True)
+    alone = bytes(await Contributor("int4").encode(others))
+    assert await contributor.encode(others, "other") == alone
+    contributor.finished(counted=True)
+    assert await contributor.encode(VALUES, "one") != first
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "e3m0"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 async def test_what_is_not_finite_is_not_contributed(codec, bad):

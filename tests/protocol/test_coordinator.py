@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from protocol.coordinator import Aborted, Announce, Candidate
+from protocol.coordinator import Aborted, Announce, Candidate, Coordinator
 from protocol.identity import PeerId
 from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
@@ -137,6 +137,29 @@ def test_window_closes_when_the_grace_is_over():
     assert table.core.deadline == table.core.closes == 112
     assert table.wait(11.9) == []
     assert set(sent(table.wait(0.1), Propose)) == {A}
+
+
+def test_the_grace_time_begins_when_enough_are_ready():
+    table = Table()
+    table.core = Coordinator(
+        run=RUN, tag="", revision=1, peer=US, times=attrs.evolve(TIMES, quorum=2, slack=0, patient=False)
+    )
+    table.patience = 30.0
+    table.ready(US)
+    table.poll()
+    assert sent(table.wait(100 * TIMES.grace), Propose) == {}
+    table.ready(A)
+    table.poll()
+    table.core.answered(B, "late")
+    assert sent(table.wait(TIMES.grace - 1), Propose) == {}
+    assert set(sent(table.wait(1), Propose)) == {US, A}
+
+
+def test_if_fewer_than_a_quorum_are_there_all_of_them_are_enough():
+    table = Table(live=[US, A])
+    table.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=attrs.evolve(TIMES, quorum=3))
+    table.ready(US, A)
+    assert set(sent(table.poll(), Propose)) == {US, A}
 
 
 def test_members_that_vanish_are_not_waited_for():

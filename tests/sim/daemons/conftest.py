@@ -1,6 +1,7 @@
 import hashlib
 import json
 import random
+from functools import partial
 
 import attrs
 import pytest
@@ -21,6 +22,7 @@ from peer.settings import (
     Settings,
 )
 from peer.ticket import Ticket
+from peer.trainer import Trainer
 from protocol.errors import ShoalError
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
@@ -88,6 +90,8 @@ class SimulatedSwarm:
         self.ticket: Ticket | None = None
         self.founder = None
         self.clock = trio.current_time  # for events
+        self.step = {}  # seconds that a computation takes at a peer, if not STEP, by name
+        self.trainers = {}  # the last one of each peer, by name
         self._directory = directory
         self._nursery = nursery
         self._starts = 0
@@ -155,7 +159,7 @@ class SimulatedSwarm:
                 await run_daemon(
                     config,
                     transport=self.network.transport(peer.name),
-                    compute=simulated,
+                    compute=partial(self._compute, peer.name),
                     rng=random.Random(f"{self.seed}/{peer.name}/{self._starts}"),
                     task_status=task_status or trio.TASK_STATUS_IGNORED,
                 )
@@ -166,11 +170,12 @@ class SimulatedSwarm:
         finally:
             peer.ended.set()
 
-
-async def simulated(function, *arguments):
-    result = function(*arguments)
-    await trio.sleep(STEP)
-    return result
+    async def _compute(self, name, function, *arguments):
+        result = function(*arguments)
+        if isinstance(result, Trainer):
+            self.trainers[name] = result
+        await trio.sleep(self.step.get(name, STEP))
+        return result
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ async def test_a_heavier_branch_that_only_a_checkpoint_has(autojump_clock, parts
 async def test_a_branch_that_says_it_was_made_by_others_wins_nobody(autojump_clock, parts, endless, monkeypatch):
     """A member that is cut off puts the others' names to its rounds, and has states to go with that."""
 
-    def forged(state, outer, reduced):
+    def forged(state, outer, reduced, own):
         contributions = list(reduced.plan.contributions)
         if reduced.plan.members == (endless.peers["d"].id,):
             made_together = max(

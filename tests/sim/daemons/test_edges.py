@@ -300,3 +300,26 @@ async def test_errors_come_plain(autojump_clock, simulated_swarm):
     with pytest.raises(ShoalError, match="no file"):
         await peer.daemon.run_daemon(config, transport=simulated_swarm.network.transport("a"))
     assert one.events("stopped")
+
+
+async def test_a_run_that_gets_worse_says_so_once(autojump_clock, simulated_swarm, monkeypatch):
+    losses = iter([5.0, 3.0, 4.5, float("nan"), 5.0, 5.0, 5.0])
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer, state: next(losses))
+    with trio.fail_after(LIMIT):
+        alone = await simulated_swarm.start("a")
+        await alone.ended.wait()
+    (event,) = alone.events("diverging")
+    assert (event["round"], event["loss"], event["best"]) == (4, 5.0, 3.0)
+
+
+async def test_who_only_fetches_the_last_round_validates_its_result_as_well(autojump_clock, simulated_swarm):
+    with trio.fail_after(LIMIT):
+        a, b = [await simulated_swarm.start(name, wait_for=2, linger=200.0) for name in "ab"]
+        await b.until_round(5)
+        simulated_swarm.step["b"] = 20.0  # it is too slow for the last one
+        await a.until_round(6)
+        simulated_swarm.step["b"] = 1.0
+        await b.ended.wait()
+    assert b.events("round_committed")[-1]["fetched"]
+    assert b.events("validation")[-1]["round"] == 6
+    assert b.events("validation")[-1]["loss"] == a.events("validation")[-1]["loss"]

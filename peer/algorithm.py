@@ -1,0 +1,106 @@
+"""The method of a run: which recipes the daemon can carry out, and with what constants."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+import attrs
+
+from optim.methods import GRADIENT_RECIPES, RECIPES
+from optim.mixers import GatheredMean, Pairs, RingMean
+from optim.policies import FixedSteps, QuadraticSteps
+from optim.recipe import Recipe
+
+Constant: TypeAlias = bool | int | float | str
+
+_DEFAULTS: Final[Mapping[str, Mapping[str, Constant]]] = {"diloco": {"inner_steps": 50}}
+"""Where runs of small models start from something else than the recipe does."""
+
+_LARGEST: Final = {"outer_lr": 10.0}
+MAX_INTEGER: Final = 1 << 24
+"""No constant that is an integer is larger."""
+
+
+@attrs.frozen(init=False)
+class AlgorithmSettings:
+    """`[algorithm]`: the recipe by name, and all of its constants: those that are not given have their defaults.
+
+    Raises:
+        ValueError: There is no such recipe, or it has no such constant.
+    """
+
+    name: str
+    constants: tuple[tuple[str, Constant], ...]
+    """By name, in the recipe's order."""
+
+    def __init__(self, name: str = "diloco", **constants: Constant) -> None:
+        if name not in RECIPES:
+            raise ValueError(f"there is no recipe {name!r}")
+        values = defaults(name)
+        if unknown := constants.keys() - values:
+            raise ValueError(f"{name} has no constant {min(unknown)!r}")
+        self.__attrs_init__(name, tuple({**values, **constants}.items()))
+
+    def __getitem__(self, constant: str) -> Constant:
+        return dict(self.constants)[constant]
+
+    def get(self, constant: str) -> Constant | None:
+        """A constant; None if the recipe has none of that name."""
+        return dict(self.constants).get(constant)
+
+    def table(self) -> dict[str, Constant]:
+        """The table of the manifest."""
+        return {"name": self.name, **dict(self.constants)}
+
+    def recipe(self) -> Recipe:
+        """The recipe.
+
+        Raises:
+            SettingsError, ValueError, TypeError: The constants cannot work.
+        """
+        return RECIPES[self.name](**dict(self.constants))
+
+
+def defaults(name: str) -> dict[str, Constant]:
+    """All constants of a recipe, with their defaults."""
+    parameters = inspect.signature(RECIPES[name]).parameters
+    return {key: parameter.default for key, parameter in parameters.items()} | dict(_DEFAULTS.get(name, {}))
+
+
+def types_of(name: str) -> dict[str, Any]:
+    """The types of a recipe's constants."""
+    hints = typing.get_type_hints(RECIPES[name])
+    return {key: hint for key, hint in hints.items() if key != "return"}
+
+
+def check_bounds(key: str, value: object) -> None:
+    """Bounds that hold for a constant whatever the recipe is.
+
+    Raises:
+        ValueError: It is beyond them.
+    """
+    largest = _LARGEST.get(key, MAX_INTEGER if isinstance(value, int) else float("inf"))
+    if isinstance(value, (int, float)) and value > largest:
+        raise ValueError(f"must be <= {largest:g}" if isinstance(value, float) else f"must be <= {largest}")
+
+
+def names() -> list[str]:
+    """The recipes that the daemon can carry out."""
+    return [name for name in RECIPES if why_not(name) is None]
+
+
+def why_not(name: str) -> str | None:
+    """Why the daemon cannot carry out a method that there is; None if it can."""
+    if name in GRADIENT_RECIPES:
+        return "it exchanges in every step, and a run makes rounds: use it with optim.GradientOptimizer"
+    recipe = AlgorithmSettings(name).recipe()
+    if recipe.late:
+        return "its exchanges go on without those who are late, and a round of a run waits for all: use it in a script"
+    if not isinstance(recipe.mixer, (RingMean, Pairs, GatheredMean)):
+        return "it needs several operations, one after the other, in a round, and a round has one: use it in a script"
+    if not isinstance(recipe.policy, (FixedSteps, QuadraticSteps)):
+        return "its number of steps depends on what peers of a run do not tell each other: use it with LocalSwarm"
+    return None

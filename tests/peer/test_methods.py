@@ -1,0 +1,94 @@
+"""The daemon and `LowCommunicationOptimizer` are two drivers of the same methods: they give the same bits."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from optim import LocalSwarm, LowCommunicationOptimizer
+from optim.sender import perform
+from peer.algorithm import AlgorithmSettings, names
+from peer.data import Corpus
+from peer.model import Transformer
+from peer.settings import DataSettings, InnerSettings, ModelSettings, Settings
+from peer.trainer import Trainer, _adamw, _loss
+
+ROUNDS = 6
+SMALL = {"inner_steps": 4, "base_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {index}: the sheep are {index * 7 % 100}\n" for index in range(2000)))
+    return Corpus.open(path)
+
+
+def settings_of(name):
+    algorithm = AlgorithmSettings(name)
+    small = {key: value for key, value in SMALL.items() if algorithm.get(key) is not None}
+    return Settings(
+        model=ModelSettings(layers=2, width=16, heads=2, context=16),
+        data=DataSettings(shards=8, validation=0.1),
+        inner=InnerSettings(lr=1e-2, warmup=0, batch=2, clip=1e9),
+        algorithm=AlgorithmSettings(name, **small),
+    )
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_daemon_does_what_the_optimizer_does(name, corpus):
+    settings, seen = settings_of(name), {}
+
+    def daemon(peer):
+        """Rounds as a node makes them, with all local steps that go on beside an exchange."""
+        trainer = Trainer(settings, corpus, peer.peer_id)
+        windows = seen[peer.peer_id] = []
+        original = trainer._step
+
+        def step(batch, on_step):
+            windows.append(batch)
+            original(batch, on_step)
+
+        trainer._step = step
+        state = trainer.initial_state()
+        for revision in range(1, ROUNDS + 1):
+            trainer.start_round(state, revision, peer.members)
+            run(trainer, trainer.schedule.steps(revision))
+            contribution = trainer.contribution()
+            run(trainer, contribution.meanwhile if revision < ROUNDS else 0)
+            outcome = perform(peer, contribution.operation, contribution.part)
+            state = trainer.commit(state, outcome, revision)
+        return trainer.flat.read(), state
+
+    def script(peer):
+        model = Transformer(settings.model, seed=settings.run.seed)
+        optimizer = LowCommunicationOptimizer(
+            model, _adamw(model, settings.inner), peer, settings.algorithm.recipe(), tokens_per_step=2 * 16
+        )
+
+        def closure(batch):
+            optimizer.zero_grad()
+            loss = _loss(model, batch)
+            loss.backward()
+            return loss.item()
+
+        for batch in seen[peer.peer_id]:
+            optimizer.step(partial(closure, batch))
+        local = optimizer._flat.read()
+        if optimizer.recipe.shared and optimizer._pending is not None:
+            optimizer._land()  # as what the daemon commits, and applies later
+        optimizer.close()
+        return local, optimizer.outer
+
+    torch.set_num_threads(1)
+    daemons, scripts = LocalSwarm(3).run(daemon), LocalSwarm(3).run(script)
+    for (theirs, state), (ours, outer) in zip(daemons, scripts, strict=True):
+        assert torch.equal(theirs, ours)
+        assert torch.equal(state.parameters, outer.parameters)
+        assert all(torch.equal(state.buffers[key], outer.buffers[key]) for key in outer.buffers)
+    (_, first), (_, second), _ = daemons
+    assert torch.equal(first.parameters, second.parameters) == (settings.algorithm.recipe().shared)
+
+
+def run(trainer, steps):
+    trainer.run(steps, should_stop=lambda: False, on_step=lambda info: None)

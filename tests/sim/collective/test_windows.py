@@ -1,0 +1,79 @@
+"""Operations that begin without those who are late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trio
+
+from protocol.collective import Window
+from protocol.errors import Behind
+
+WINDOW = Window(quorum=2, grace=1.0, keep=4)
+
+
+async def reduce(peer, value, window=WINDOW):
+    return await peer.collective.all_reduce(torch.full((3,), float(value)), window=window)
+
+
+def told(reduced):
+    return [(one.number, one.mean[0].item(), len(one.contributors)) for one in (*reduced.missed, reduced)]
+
+
+async def test_who_is_late_gets_what_it_has_missed_and_takes_part_in_the_next_one(autojump_clock, swarm_of):
+    async with swarm_of(3) as swarm:
+        *quick, slow = swarm.peers
+        early = [await swarm.together(lambda peer, value=value: reduce(peer, value), quick) for value in (2.0, 4.0)]
+        values = dict(zip(swarm.peers, (3.0, 6.0, 12.0), strict=True))
+        last = await swarm.together(lambda peer: reduce(peer, values[peer]))
+        late = last[slow]
+        assert told(late) == [(1, 2.0, 2), (2, 4.0, 2), (3, 7.0, 3)]
+        first = {peer: [*(results[peer] for results in early), last[peer]] for peer in quick}
+        for results in first.values():
+            assert [told(one) for one in results] == [[(1, 2.0, 2)], [(2, 4.0, 2)], [(3, 7.0, 3)]]
+        assert late.counted
+        for theirs, ours in zip(first[quick[0]], (*late.missed, late), strict=True):
+            assert torch.equal(theirs.mean, ours.mean)
+        await swarm.rest()
+
+
+async def test_too_few_wait_for_more(autojump_clock, swarm_of):
+    async with swarm_of(3) as swarm:
+        begun = trio.current_time()
+        times, found = {}, {}
+
+        async def come(peer, delay):
+            await trio.sleep(delay)
+            found[peer] = await reduce(peer, delay)
+            times[peer] = trio.current_time() - begun
+
+        async with trio.open_nursery() as nursery:
+            for peer, delay in zip(swarm.peers, (0.0, 400.0, 600.0), strict=True):
+                nursery.start_soon(come, peer, delay)
+            await trio.sleep(590)
+            assert set(times) == set(swarm.peers[:2])
+            nursery.start_soon(reduce, swarm.peers[0], 0.0)
+        assert [told(found[peer]) for peer in swarm.peers] == [[(1, 200.0, 2)]] * 2 + [[(1, 200.0, 2), (2, 300.0, 2)]]
+        await swarm.rest()
+
+
+async def test_those_who_are_left_are_enough(autojump_clock, swarm_of):
+    async with swarm_of(1) as swarm:
+        assert told(await reduce(swarm.peers[0], 5.0)) == [(1, 5.0, 1)]
+
+
+async def test_who_has_missed_more_than_is_kept_is_told(autojump_clock, swarm_of):
+    async with swarm_of(3) as swarm:
+        *quick, slow = swarm.peers
+        for value in range(6):
+            await swarm.together(lambda peer, value=value: reduce(peer, value), quick)
+        with pytest.raises(Behind):
+            await reduce(slow, 1.0)
+        await swarm.rest()
+
+
+async def test_all_have_to_have_the_same_window_for_a_tag(autojump_clock, swarm_of):
+    async with swarm_of(1) as swarm:
+        await reduce(swarm.peers[0], 1.0)
+        with pytest.raises(ValueError, match="another window"):
+            await reduce(swarm.peers[0], 1.0, Window(quorum=3))
