@@ -205,7 +205,7 @@ class LocalSwarm:
 
     def _plan(self, meeting: Meeting, key: Key, number: int) -> Plan:
         operation, tag, _ = key
-        members = coordinators(self._run, number, meeting.offers, tag=tag)
+        members = coordinators(self._run, 0, meeting.offers, tag=tag)  # in all operations the same order
         sizes = tuple(0 if (offer := meeting.offers[peer]) is None else len(offer) for peer in members)
         if operation != "gather" and len(set(sizes)) > 1:
             raise ValueError(f"the peers bring different numbers of values: {sorted(set(sizes))}")
@@ -214,7 +214,7 @@ class LocalSwarm:
             revision=number,
             attempt=1,
             rank=0,
-            coordinator=members[0],
+            coordinator=coordinators(self._run, number, members, tag=tag)[0],
             members=tuple(members),
             weights=tuple(meeting.weights[peer] for peer in members),
             length=sum(sizes) if operation == "gather" else sizes[0],
