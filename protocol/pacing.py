@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from weakref import WeakKeyDictionary
 
 import attrs
 
@@ -59,7 +60,7 @@ class Senders:
     """Which of an endpoint's connections have sent bulk data lately. They may share a line with each other."""
 
     def __init__(self) -> None:
-        self._seen: dict[object, float] = {}
+        self._seen: WeakKeyDictionary[object, float] = WeakKeyDictionary()  # one that has ended is not kept
 
     def alone(self, sender: object, now: float) -> bool:
         """Notes that one is sending, and returns whether no other one is."""

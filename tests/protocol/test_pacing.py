@@ -248,9 +248,10 @@ def test_of_several_that_share_a_line_none_decides():
     line, senders = Line(), Senders()
     line.run(5.0)
     rate = line.pacer.rate
-    assert senders.alone("one", 0.0)
-    assert not senders.alone("other", 0.1)
-    assert senders.alone("other", 5.0)
+    one, other = Pacer(), Pacer()
+    assert senders.alone(one, 0.0)
+    assert not senders.alone(other, 0.1)
+    assert senders.alone(other, 5.0)
     path = LineState(10 * RTT, int(line.arrived), rate=LINK, limited=False)
     for number in range(1, 20):
         line.pacer.update(line.now + number, path, alone=False)
