@@ -25,23 +25,25 @@ class Blocks:
 
     A block is what has the same first number in its names ("layers.3.attention.weight" belongs to block 3). Block i is
     in group i mod n if strided, else groups are of consecutive blocks. Tensors that belong to no block (embeddings,
-    the head, the last norm) are in the first group. A model with fewer blocks than groups is cut by tensors.
+    the head, the last norm) are in the first group. A model with fewer blocks than groups is cut by tensors,
+    and one with fewer tensors into as many groups as it has.
     """
 
     groups: int = attrs.field(validator=ge(1))
     strided: bool = True
 
     def fragment(self, layout: Layout, round: int) -> Sequence[int]:
-        turn = (round - 1) % self.groups
         blocks = [_block(place.name) for place in layout]
         numbers = sorted({block for block in blocks if block is not None})
         if len(numbers) < self.groups:
             blocks, numbers = list(range(len(layout))), list(range(len(layout)))
-        group = {block: self._group(index, len(numbers)) for index, block in enumerate(numbers)}
+        groups = min(self.groups, len(numbers))
+        turn = (round - 1) % groups
+        group = {block: self._group(index, len(numbers), groups) for index, block in enumerate(numbers)}
         return [place for place, block in enumerate(blocks) if (0 if block is None else group[block]) == turn]
 
-    def _group(self, index: int, blocks: int) -> int:
-        return index % self.groups if self.strided else index * self.groups // blocks
+    def _group(self, index: int, blocks: int, groups: int) -> int:
+        return index % groups if self.strided else index * groups // blocks
 
 
 @attrs.frozen

@@ -15,7 +15,7 @@ from optim.sender import Message, Sender, carry_out
 from optim.shards import Span
 from optim.slots import Finalizer, Layout, Memory, Mixed
 from protocol.collective import Collective
-from protocol.errors import ProtocolError, RoundAborted, SettingsError, ShoalError
+from protocol.errors import ProtocolError, RoundAborted, SettingsError
 from protocol.identity import PeerId
 
 _T = TypeVar("_T")
@@ -274,7 +274,7 @@ class _Shared:
             return None
         try:
             result = work(self._machine.swarm)
-        except (ShoalError, ValueError) as error:
+        except Exception as error:
             self._told(str(error) or type(error).__name__)
             raise
         self._told("")

@@ -12,7 +12,10 @@ from torch import nn
 
 from optim.buffers import Buffers
 from optim.elementwise import check_elementwise
+from optim.local import LocalPeer
+from optim.lowrank import LowRankMean
 from optim.machine import Machine, link_of
+from optim.mixers import RingMean
 from optim.recipe import Recipe
 from optim.regularizers import Free
 from optim.replica import Replica
@@ -40,7 +43,8 @@ class LowCommunicationOptimizer(Wrapper):
 
     If an exchange fails, its exception leaves `step`. By then the local step is done, and neither the local parameters
     nor the outer state have been touched: the exchange stays due, and the next `step` tries again with all the work
-    done since the last one that succeeded.
+    done since the last one that succeeded. Methods whose results come a round late (`delayed`, `dilocox`, `eager`,
+    `co2`) have gone on from the outer parameters by then, and lose what they were about to exchange.
 
     Args:
         model: The model that the inner optimizer trains. Its trainable parameters are averaged.
@@ -54,7 +58,7 @@ class LowCommunicationOptimizer(Wrapper):
 
     Raises:
         SettingsError: The inner optimizer trains something that is not a parameter of the model; or each process has
-            a part of the model, and the recipe cannot be carried out on parts.
+            a part of the model, and the recipe cannot be carried out on parts; or it needs a quorum among real peers.
     """
 
     def __init__(
@@ -68,6 +72,12 @@ class LowCommunicationOptimizer(Wrapper):
         pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__(model, inner, tokens_per_step=tokens_per_step)
+        window = method.mixer.window if isinstance(method.mixer, RingMean) else None
+        if window is not None and window.quorum > 1 and not isinstance(swarm, LocalPeer):
+            raise SettingsError(
+                "a quorum of more than one works in a LocalSwarm only",
+                hint="real peers may wait for each other's fragments for ever; take quorum=1 and a longer grace",
+            )
         self.recipe = method
         self._link, self._pace = link_of(swarm, self._flat), pace
         if self._flat.slices != self._flat.whole:
@@ -175,11 +185,14 @@ class LowCommunicationOptimizer(Wrapper):
             How many peers took part.
 
         Raises:
-            SettingsError: With this method peers are at different exchanges, and may still get those that they missed.
+            SettingsError: With this method peers are at different exchanges, and may still get those that they missed;
+                or they have something in common that is no part of the state.
             ShoalError: It failed, and may be called again.
         """
         if self.recipe.late:
             raise SettingsError("exchanges go on without those who are late: nobody can come to such a run later")
+        if isinstance(self.recipe.mixer, LowRankMean):
+            raise SettingsError("factors of low rank are no part of the state: nobody can come to such a run later")
         if self._replica.flying:
             self._land()
         ours = Standing(self.rounds, self._replica.begun, self._replica.history, secrets.token_bytes(8))

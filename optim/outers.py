@@ -101,7 +101,7 @@ class SlowMomentum:
         if moment.lr <= 0:
             return state
         gap = 1.0
-        if self.penalty:
+        if self.penalty and mixed.share > 0:  # who brought nothing takes the others' mean as it is
             gap = max(1.0, float(fresh.norm()) / max(float(mixed.own.norm()), 1e-12))
         momentum = state.buffers["momentum"].mul(self.momentum).add_(mixed.mean.mul(1 / (moment.lr * gap)))
         momentum.clamp_(-self.clip, self.clip)

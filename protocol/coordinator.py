@@ -27,6 +27,7 @@ from protocol.codecs import CodecName, block_of, make_codec
 from protocol.identity import PeerId
 from protocol.plan import (
     MAX_ATTEMPT,
+    MAX_LENGTH,
     MAX_WEIGHT,
     NO_BALLOT,
     NO_DIGEST,
@@ -231,7 +232,8 @@ class Coordinator:
             return self.plan.load
         loads = [load(candidate.operation, candidate.length) for candidate in self._candidates.values()]
         gathering = any(candidate.operation == "gather" for candidate in self._candidates.values())
-        return sum(loads) if gathering else max(loads, default=0)
+        # Whoever says what it brings, a message has to be able to say so to all others.
+        return min(sum(loads) if gathering else max(loads, default=0), MAX_LENGTH)
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""

@@ -93,25 +93,27 @@ class GatherTransfer:
         """Carries the plan out, and returns when the right neighbour has got everything from us, too."""
         members = self.plan.members
         self._scope.deadline = trio.current_time() + self._times.attempt(self.plan.load, len(members))
-        with self._scope:
-            await trio.lowlevel.checkpoint()
-            if self._gather.complete:
-                self.settled.set()
-                return
-            left = members[self._place - 1]
-            watch = self._watch = Watch(
-                (0,),
-                times=self._times,
-                pace=self._pace,
-                ask=lambda _: self._ask(left),
-                line=lambda _: received(self._endpoint, left),
-            )
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._send, members[(self._place + 1) % len(members)])
-                nursery.start_soon(self._receive, left, watch)
-                if (stuck := await watch.run()) is not None:
-                    self._fail(left, stuck[1])
-        self._watch = None  # it refers to us
+        try:
+            with self._scope:
+                await trio.lowlevel.checkpoint()
+                if self._gather.complete:
+                    self.settled.set()
+                    return
+                left = members[self._place - 1]
+                watch = self._watch = Watch(
+                    (0,),
+                    times=self._times,
+                    pace=self._pace,
+                    ask=lambda _: self._ask(left),
+                    line=lambda _: received(self._endpoint, left),
+                )
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._send, members[(self._place + 1) % len(members)])
+                    nursery.start_soon(self._receive, left, watch)
+                    if (stuck := await watch.run()) is not None:
+                        self._fail(left, stuck[1])
+        finally:
+            self._watch = None  # it refers to us
         if trio.current_time() >= self._scope.deadline:
             self._fail(members[self._place - 1], "the attempt took too long")
 

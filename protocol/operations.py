@@ -234,15 +234,24 @@ async def _catch_up(rounds: Rounds, number: int, behind: Behind, missed: list[Re
     """Fetches the results that we have missed, from this one on.
 
     Raises:
-        Behind: They are not kept any more.
+        Behind: They are not kept any more. We go on with the operation after those.
         ShoalError: They cannot be had now. What is here already remains.
     """
-    for revision in range(number, max(number, behind.revision) + 1):
+    last = max(number, behind.revision)
+    lost = last - number >= rounds.kept
+    for revision in range(number, number if lost else last + 1):
         try:
             missed.append(await rounds.fetch_result(behind.peer, revision))
-        except RequestRefused:
-            raise behind from None
+        except RequestRefused as refused:
+            if refused.code != "unknown_round":
+                raise
+            lost = True
+            break
         rounds.committed(revision, NO_DIGEST)
+    if lost:  # with a state from elsewhere, the caller can take part in the next one
+        missed.clear()
+        rounds.committed(last, NO_DIGEST)
+        raise behind
 
 
 async def _finished(operation: Operation[_T]) -> _T:

@@ -145,7 +145,7 @@ class Pacer:
             self._previous = min(self.rate, self.delivered)
         self.delivered = max(self.delivered, delivered)
         self.limit = self.rate if alone and self.rate < math.inf else max(_UNKNOWN, _START * self._most.value)
-        possible = min(self.rate, self._most.value or self.delivered)
+        possible = min(self.limit, self._most.value or self.delivered)
         self.burst = _bounded(_BURST_SECONDS * possible)
         self.unsent = _bounded(self._patience * possible)
 

@@ -270,7 +270,7 @@ class Plan:
         """Number of fp32 elements that can be reduced in the time in which this can be done; for deadlines."""
         # The owner of the largest block sends it to all others, and its own values to them: 1 + (n - 2) · its part.
         largest = max(self.blocks, default=0) * (len(self.members) - 2)
-        return max(load(self.operation, self.length), (self.length + largest) // 2)
+        return min(max(load(self.operation, self.length), (self.length + largest) // 2), MAX_LENGTH)
 
     @property
     def weight(self) -> float:

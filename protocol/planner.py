@@ -177,10 +177,12 @@ def lines_of(members: Sequence[PeerId], said: Mapping[PeerId, Rates]) -> Lines:
     sent[pairs], received[pairs], rtt[pairs], relayed[pairs], carries[pairs] = told[:, 2:].T
     up = np.array([one.up for one in reports], dtype=np.float64)
     down = np.array([one.down for one in reports], dtype=np.float64)
-    up, down = np.maximum(up, carries.max(axis=1)), np.maximum(down, carries.max(axis=0))
+    up = np.maximum(up, carries.max(axis=1))
     known = np.concatenate((up, down))
     usual = float(np.median(known[known > 0])) if known.any() else TYPICAL
     up, down = (np.where(one > 0, one, usual) for one in (up, down))
+    # What others say of somebody's line is not believed without bound.
+    down = np.maximum(down, np.minimum(carries.max(axis=0), BELIEVED * np.median(up)))
     up = np.minimum(up, np.maximum(BELIEVED * np.median(up), received.max(axis=0)))
     down = np.minimum(down, np.maximum(BELIEVED * np.median(down), sent.max(axis=0)))
     rtt = np.minimum(rtt, rtt.T) / 1e6

@@ -476,6 +476,11 @@ class Rounds:
         """The newest revision that is complete here, committed or not."""
         return max(-1 if self._tip is None else self._tip, self._results.newest)
 
+    @property
+    def kept(self) -> int:
+        """How many results every member keeps."""
+        return self._times.keep
+
     def _leadership(self, revision: int) -> Leadership:
         if revision not in self._rounds:
             self._rounds[revision] = Leadership(

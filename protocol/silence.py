@@ -40,6 +40,8 @@ class _Source:
     line_then: int
     """The same when it was heard."""
     count: int = 0
+    begun: bool = False
+    """Its stream is there."""
 
     @property
     def moving(self) -> bool:
@@ -57,13 +59,18 @@ class Silence:
     """
 
     def __init__(self, times: RoundTimes, lines: Mapping[int, int], *, pace: float, now: float) -> None:
-        self._times, self._pace = times, pace
+        self._times, self._pace = times, pace / max(1, len(lines))
         self._sources = {source: _Source(now, now, line, line) for source, line in lines.items()}
         self._heard = now
         self.longest = times.stall + SAMPLE * len(lines) / times.slowest
         """Seconds of silence that are borne at most."""
         self.due = now + PERIOD
         """When to look again."""
+
+    def begun(self, source: int) -> None:
+        """Its stream is there: it has all that it needs to send."""
+        if source in self._sources:
+            self._sources[source].begun = True
 
     def over(self, source: int) -> None:
         """All has come from there."""
@@ -74,6 +81,8 @@ class Silence:
         one, times = self._sources[source], self._times
         if one.moving:
             return self.longest
+        if not one.begun:  # it may still be connecting, or wait for the plan: that is no question of pace
+            return times.stall
         pace = one.count / max(one.heard - one.began, 1e-9) if one.count >= SAMPLE else self._pace
         expected = FACTOR * SAMPLE / pace if pace else times.stall
         return min(max(times.quiet, expected), times.stall)

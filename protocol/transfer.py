@@ -272,6 +272,8 @@ class Transfer:
                     self._turns.unpark_all()
                 await stream.finish()
         except ShoalError as error:
+            self._sent[place] = ring.outgoing(place)  # nobody waits for its turn any more
+            self._turns.unpark_all()
             self._fail(peer, str(error))
 
     def _is_ahead(self, ring: Reduction, place: int) -> bool:

@@ -62,6 +62,7 @@ class Watch:
     def begun(self, source: int, stream: Stream) -> None:
         """Its bytes come on this stream."""
         self._incoming[source].stream = stream
+        self._silence.begun(source)
 
     def came(self, source: int, count: int) -> None:
         """So many bytes are complete."""

@@ -39,3 +39,10 @@ def test_what_belongs_to_no_block_goes_with_the_first():
 
 def test_the_whole_model_each_time():
     assert names_of(Whole(), 5) == NAMES
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_more_groups_than_tensors_are_as_many_as_there_are(strided):
+    layout = [Slice(f"tensor{number}", torch.Size([2]), 2 * number, 2 * number + 2) for number in range(3)]
+    turns = [tuple(Blocks(16, strided=strided).fragment(layout, round)) for round in range(1, 7)]
+    assert turns == [(0,), (1,), (2,)] * 2

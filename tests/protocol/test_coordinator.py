@@ -7,8 +7,9 @@ import pytest
 
 from protocol.coordinator import Aborted, Announce, Candidate, Coordinator
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, coordinators
-from protocol.round_messages import Ahead, CallOff, Forked, Propose, Redirect
+from protocol.plan import MAX_ATTEMPT, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
+from protocol.round_messages import Ahead, CallOff, Forked, Propose, Queued, Redirect
+from protocol.wire import decode, encode
 from tests.protocol.coordinating import BASE, OTHER, PEERS, RUN, TIMES, US, A, B, C, D, Table, sent
 
 
@@ -502,3 +503,10 @@ def test_if_all_are_lost_the_coordinator_waits_for_who_comes():
     table.wait(12)
     assert table.plan.members == (A,)
     assert table.plan.attempt == 2
+
+
+def test_what_is_announced_to_all_fits_its_message_whatever_members_say_they_bring():
+    table = Table()
+    table.ready(US, length=MAX_LENGTH)
+    table.core.ready(A, Candidate(1.0, 100, BASE, frozenset(), operation="gather"), NO_BALLOT)
+    assert decode(encode(Queued(table.core.load)), [Queued]).load == MAX_LENGTH

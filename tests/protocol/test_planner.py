@@ -304,3 +304,12 @@ def test_latency_that_is_hidden_behind_the_data_is_no_reason_against_a_ring():
     lines = lines_of(members, with_lines(members, [100 * MEGABIT] * 4, rtt=100_000))
     assert scheduled(make_plan(members, 25 << 18), lines).schedule == "ring"
     assert scheduled(make_plan(members, 1 << 14), lines).schedule == "direct"
+
+
+def test_one_that_claims_to_reach_all_quickly_makes_no_line_faster_than_twice_the_usual():
+    members = peers(5)
+    honest = with_lines(members, [100 * MEGABIT] * 5)
+    ways = tuple(attrs.evolve(way, carries=2**40) for way in honest[members[0]].partners)
+    lines = lines_of(members, honest | {members[0]: Rates(0, 0, ways)})
+    assert lines.down.max() <= 200 * MEGABIT
+    assert lines.up.max() <= 200 * MEGABIT

@@ -13,6 +13,8 @@ def watched(pace: float = 0.0, sources=(1,), *, bytes_each_second: int = 0, seco
     """A silence that has been looked at regularly while so much came, and the time and the counts by now."""
     silence = Silence(TIMES, dict.fromkeys(sources, 10**6), pace=pace, now=0.0)
     now, counts = 0.0, dict.fromkeys(sources, 0)
+    for source in sources:
+        silence.begun(source)
     while now < seconds:
         now += PERIOD
         counts = {source: int(bytes_each_second * now) for source in sources}
@@ -43,6 +45,11 @@ def found(silence: Silence, now: float, counts) -> float:
 def test_what_has_come_says_how_long_silence_may_last(pace, rate, limit):
     history = watched(pace, bytes_each_second=rate, seconds=4 if rate else 0)
     assert found(*history) == pytest.approx(limit, abs=2 * PERIOD)
+
+
+def test_who_has_not_opened_its_stream_may_still_be_connecting():
+    silence = Silence(TIMES, {1: 10**6}, pace=1e9, now=0.0)
+    assert found(silence, 0.0, {1: 0}) == pytest.approx(10.0, abs=2 * PERIOD)
 
 
 def test_a_single_byte_ends_silence():

@@ -69,6 +69,8 @@ async def test_who_has_missed_more_than_is_kept_is_told(autojump_clock, swarm_of
             await swarm.together(lambda peer, value=value: reduce(peer, value), quick)
         with pytest.raises(Behind):
             await reduce(slow, 1.0)
+        results = await swarm.together(lambda peer: reduce(peer, 1.0))  # with a state from elsewhere, it goes on
+        assert {result.number for result in results.values()} == {7}
         await swarm.rest()
 
 
