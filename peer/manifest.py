@@ -345,7 +345,7 @@ def _algorithm_from(table: Mapping[str, Any]) -> AlgorithmSettings:
     """The method and its constants."""
     name = table.get("name", "diloco")
     if not isinstance(name, str) or name not in (*RECIPES, *GRADIENT_RECIPES):
-        close = difflib.get_close_matches(str(name)[:64], RECIPES, n=1)
+        close = difflib.get_close_matches(name[:64], RECIPES, n=1) if isinstance(name, str) else []
         raise ManifestError(
             f"algorithm.name = {_shown(name)}: must be {' or '.join(map(_toml, names()))}",
             hint=f'did you mean "{close[0]}"?' if close else None,

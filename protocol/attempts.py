@@ -11,7 +11,7 @@ from protocol.attempt import Attempt
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Stream
-from protocol.errors import RequestRefused, ShoalError
+from protocol.errors import RequestRefused, RequestTimeout, ShoalError
 from protocol.gather_transfer import GatherTransfer
 from protocol.identity import PeerId
 from protocol.member import Work
@@ -105,5 +105,7 @@ class Attempts:
         try:
             question = Waiting(plan.run, plan.tag, plan.id)
             return (await self._endpoint.request(peer, question, (Waits,), timeout=self._times.quiet)).silent
+        except RequestTimeout:
+            raise
         except ShoalError:
             return None

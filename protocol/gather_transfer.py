@@ -53,6 +53,7 @@ class GatherTransfer:
         self._pace, self._ask = pace, ask
         self._watch: Watch | None = None
         self._sent = 0
+        self._sending: float | None = None  # since when the next piece is being sent
         self._scope = trio.CancelScope()
 
     @property
@@ -78,8 +79,13 @@ class GatherTransfer:
     def waiting(self, peer: PeerId) -> float | None:
         """See `Attempt.waiting`."""
         right = self.plan.members[(self._place + 1) % len(self.plan.members)]
-        starved = peer == right and self._sent == self._gather.sendable < self._gather.outgoing
-        return self._watch.silent if starved and self._watch is not None else None
+        if self._watch is None or peer != right or self._sent == self._gather.outgoing:
+            return None
+        if self._sent == self._gather.sendable:
+            return self._watch.silent
+        # What we have to send may have come this very moment.
+        began = self._sending
+        return 0.0 if began is None or trio.current_time() - began < self._times.quiet else None
 
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
@@ -128,7 +134,9 @@ class GatherTransfer:
                     piece = gather.outgoing_piece(number)
                     if piece.first:
                         await stream.send(GatherBlock(piece.place))
+                    self._sending = trio.current_time()
                     await stream.send_bytes(gather.data(piece))
+                    self._sending = None
                     self.bytes_sent += piece.stop - piece.start
                     self._sent = number + 1
                 await stream.finish()

@@ -156,6 +156,7 @@ class Transfer:
         self._ended = trio.Event()
         self._progress, self._turns = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
         self._sent: Counter[int] = Counter()  # segments, by neighbour
+        self._sending: dict[int, float] = {}  # since when the next one is being sent
         self._scope = trio.CancelScope()
 
     @property
@@ -185,10 +186,13 @@ class Transfer:
     def waiting(self, peer: PeerId) -> float | None:
         """See `Attempt.waiting`."""
         ring, place = self._ring, self.plan.members.index(peer)
-        if self._watch is None or ring is None or place not in ring.sinks:
+        if self._watch is None or ring is None or place not in ring.sinks or self._sent[place] == ring.outgoing(place):
             return None
-        starved = self._sent.get(place, 0) == ring.sendable(place) < ring.outgoing(place)
-        return self._watch.silent if starved else None
+        if self._sent[place] == ring.sendable(place):
+            return self._watch.silent
+        # What we have to send may have come this very moment.
+        began = self._sending.get(place)
+        return 0.0 if began is None or trio.current_time() - began < self._times.quiet else None
 
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
@@ -266,7 +270,9 @@ class Transfer:
                         while self._is_ahead(ring, place):
                             await self._turns.park()
                     data = ring.segment(place, number)
+                    self._sending[place] = trio.current_time()
                     await stream.send_bytes(data)
+                    del self._sending[place]
                     self.bytes_sent += data.nbytes
                     self._sent[place] = number + 1
                     self._turns.unpark_all()

@@ -10,11 +10,13 @@ import trio
 
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint, Stream
+from protocol.errors import RequestTimeout
 from protocol.identity import PeerId
 from protocol.silence import Silence
 
 Ask: TypeAlias = Callable[[int], Awaitable[float | None]]
-"""Asks the member at a place for how long nothing has come in there: see `Attempt.waiting`. None without an answer."""
+"""Asks the member at a place for how long nothing has come in there: see `Attempt.waiting`. None if it refuses to say.
+Raises `RequestTimeout` without an answer."""
 
 
 @attrs.define
@@ -85,13 +87,22 @@ class Watch:
                 suspect = self._suspect(source)
                 if suspect != source and not self._silence.overdue(suspect, trio.current_time()):
                     continue  # it sends to us, slowly: so it does to others
-                waits = await self._ask(suspect)
+                answered, waits = await self._answer(suspect)
                 if source in self._look():
                     now = trio.current_time()
+                    if not answered and self._silence.silent(source, now) < self._silence.longest:
+                        break
                     if waits is None or waits > self._longest:
                         return suspect, f"nothing came for {self._silence.silent(source, now):.3g} s"
                     self._silence.excuse(source, now)
                 break
+
+    async def _answer(self, suspect: int) -> tuple[bool, float | None]:
+        """Whether it answers, and what. The question may stand behind data that goes the same way."""
+        try:
+            return True, await self._ask(suspect)
+        except RequestTimeout:
+            return False, None
 
     def _look(self) -> list[int]:
         now, counts, lines = trio.current_time(), {}, {}

@@ -269,3 +269,8 @@ def test_warnings():
     assert "warmup" in cold
     (crowded,) = warnings(Settings(limits=LimitSettings(peers=300)))
     assert "shards" in crowded
+
+
+def test_a_method_named_by_an_endless_number_is_refused():
+    with pytest.raises(ManifestError, match=r"algorithm\.name"):
+        parse_settings(f"[algorithm]\nname = 0x{'f' * 5000}\n")
