@@ -121,7 +121,7 @@ class Transfer:
         encoded: The same values as the plan's codec writes them; nothing for fp32, or without weight.
         memory: Where the result's vector comes from.
         pace: Bytes per second that came in when something was carried out last; 0 if that is not known.
-        ask: Asks a member whether it is waiting itself, see `Attempt.waiting`; None without an answer.
+        ask: Asks a member whether it is waiting itself, see `Attempt.waiting`; as `watch.Ask`, but by its id.
         previous: The attempt before, which has been aborted. What it leaves is used once it has ended.
     """
 
