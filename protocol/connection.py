@@ -213,7 +213,7 @@ class Connection:
             with trio.CancelScope(shield=True):
                 await self.channel.aclose()
 
-    async def open(self, *, bulk: bool = False) -> Stream:
+    async def open(self, *, bulk: bool = False, one_way: bool = False) -> Stream:
         """Opens a stream, when fewer than half of `Limits.max_streams` of ours are open.
 
         Raises:
@@ -230,7 +230,7 @@ class Connection:
             error = ProtocolError(f"{self.peer.short} does not end its side of streams")
             self.fail(error)
             raise error
-        stream = Stream(self, self.mux.open(bulk=bulk))
+        stream = Stream(self, self.mux.open(bulk=bulk, one_way=one_way))
         self._streams[stream.raw.id] = stream
         return stream
 
@@ -454,6 +454,7 @@ class Connection:
                     self.upload.leave(self)  # what was to be sent was given up
                 self.lanes.pause()
                 await self._wake.park()
+                await trio.lowlevel.checkpoint()  # what others are about to write goes in the same records
         return False
 
     async def _beat(self) -> None:

@@ -262,8 +262,9 @@ class Transfer:
     async def _send(self, ring: Reduction, place: int) -> None:
         plan, peer = self.plan, self.plan.members[place]
         try:
-            async with self._endpoint.open(peer, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
-                for number in range(ring.outgoing(place)):
+            request, count = RingData(plan.run, plan.tag, plan.id), ring.outgoing(place)
+            async with self._endpoint.open(peer, request, bulk=True, one_way=True) as stream:
+                for number in range(count):
                     while number >= ring.sendable(place):
                         await self._progress.park()
                     with trio.move_on_after(LONGEST_TURN):
@@ -271,12 +272,11 @@ class Transfer:
                             await self._turns.park()
                     data = ring.segment(place, number)
                     self._sending[place] = trio.current_time()
-                    await stream.send_bytes(data)
+                    await stream.send_bytes(data, last=number == count - 1)
                     del self._sending[place]
                     self.bytes_sent += data.nbytes
                     self._sent[place] = number + 1
                     self._turns.unpark_all()
-                await stream.finish()
         except ShoalError as error:
             self._sent[place] = ring.outgoing(place)  # nobody waits for its turn any more
             self._turns.unpark_all()

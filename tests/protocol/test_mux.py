@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from protocol import frames, mux
 from protocol.budget import Budget
 from protocol.errors import Overloaded, ProtocolError
-from protocol.frames import IN_USE, MAX_RECORD, RECORD, Kind, pack
-from protocol.mux import Mux
+from protocol.frames import IN_USE, MAX_RECORD, PIECE, RECORD, Kind, pack
+from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import (
     INITIAL_WINDOW,
     Goodbye,
@@ -59,7 +59,7 @@ def opened(a, b, *, bulk=False):
     (event,) = transfer(a, b)
     assert isinstance(event, Opened)
     if bulk:
-        b.widen(event.stream)
+        b.widen(event.stream, FIRST_WINDOW)
     return ours, event.stream
 
 
@@ -148,7 +148,7 @@ def test_bulk_that_nobody_reads_has_the_window_of_any_other_stream():
     a.write(ours, bytes(1_000_000))
     transfer(a, b)
     assert event.stream.available == INITIAL_WINDOW
-    b.widen(event.stream)
+    b.widen(event.stream, FIRST_WINDOW)
     transfer(b, a)
     transfer(a, b)
     assert event.stream.available == LIMITS.window
@@ -250,6 +250,52 @@ def test_stopping_ends_the_other_direction_only():
     assert ours.at_end
     assert a.idle
     assert b.idle
+
+
+def test_one_way_streams_end_with_what_their_opener_sends():
+    a, b = pair()
+    ours = a.open(one_way=True)
+    a.write(ours, b"no answer")
+    a.finish(ours)
+    opened, readable = transfer(a, b)
+    theirs = opened.stream
+    assert readable == Readable(theirs)
+    assert (theirs.stopped, theirs.finished) == (True, True)
+    assert read(b, theirs) == b"no answer"
+    assert theirs.at_end
+    assert ours.at_end
+    assert a.idle
+    assert b.idle
+    assert not b.urgent
+
+
+def test_one_way_streams_can_be_declined():
+    a, b = pair()
+    ours = a.open(one_way=True)
+    (opened,) = transfer(a, b)
+    b.reset(opened.stream, "busy", "not now")
+    assert transfer(b, a) == [Reset(ours, "busy", "not now")]
+    assert a.idle
+    assert b.idle
+
+
+@pytest.mark.parametrize("frame", [pack(Kind.DATA, 0, 1, b"x"), pack(Kind.PIECE, 0, 1, PIECE.pack(0, 1))])
+def test_nothing_comes_back_on_one_way_streams(frame):
+    a, b = pair()
+    a.open(one_way=True)
+    transfer(a, b)
+    with pytest.raises(ProtocolError):
+        for record in (frame, b"x"):
+            a.receive(record)
+
+
+def test_windows_grow_for_those_who_need_more():
+    a, b = pair()
+    _, theirs = opened(a, b)
+    b.widen(theirs, INITIAL_WINDOW)
+    assert theirs.window == INITIAL_WINDOW
+    b.widen(theirs, INITIAL_WINDOW + 1)
+    assert theirs.window == LIMITS.window
 
 
 def test_pings_are_answered():
