@@ -114,6 +114,10 @@ class Direct(Reduction):
         everything = all(self._next[source] == len(self._incoming[source]) for source in self.sources)
         return everything and len(self._sums) == len(self._own)
 
+    @property
+    def bytes_out(self) -> int:
+        return sum(self._size(segment) for segments in self._outgoing.values() for segment in segments)
+
     def outgoing(self, sink: int) -> int:
         return len(self._outgoing[sink])
 
@@ -191,6 +195,11 @@ class Direct(Reduction):
         _sum(self._codec, self._id, self._shares, contributions, start, values, sums, self._scratch)
         self._sums[start] = sums
         self._hold(start, stop)
+
+    def _size(self, segment: Segment) -> int:
+        """Its bytes."""
+        length = segment.stop - segment.start
+        return self._codec.encoded_size(length) if segment.source is None else 4 * length
 
     def _memory_of_sums(self, pool: VectorPool) -> memoryview:
         size = sum(self._codec.encoded_size(stop - start) for start, stop in self._own) if self.sinks else 0

@@ -143,8 +143,8 @@ class Transfer:
         self.settled = trio.Event()
         """Set when the result is complete, or the transfer has failed."""
         self.failure: Failure | None = None
-        self.bytes_sent = 0
         self.bytes_received = 0
+        self._bytes_sent = 0
         self._values, self._encoded = values, encoded
         self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
@@ -163,6 +163,11 @@ class Transfer:
     def complete(self) -> bool:
         """Whether every reduced element is here."""
         return self._ring is not None and self._ring.plan is self.plan and self._ring.complete
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of data that have left; of what is complete here, also those that are about to."""
+        return self._ring.bytes_out if self._ring is not None and self.complete else self._bytes_sent
 
     @property
     def segments(self) -> int:
@@ -274,7 +279,7 @@ class Transfer:
                     self._sending[place] = trio.current_time()
                     await stream.send_bytes(data, last=number == count - 1)
                     del self._sending[place]
-                    self.bytes_sent += data.nbytes
+                    self._bytes_sent += data.nbytes
                     self._sent[place] = number + 1
                     self._turns.unpark_all()
         except ShoalError as error:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from protocol import frames, mux
 from protocol.budget import Budget
 from protocol.errors import Overloaded, ProtocolError
-from protocol.frames import IN_USE, MAX_RECORD, PIECE, RECORD, Kind, pack
+from protocol.frames import IN_USE, MAX_RECORD, RECORD, Kind, pack
 from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import (
     INITIAL_WINDOW,
@@ -250,52 +250,6 @@ def test_stopping_ends_the_other_direction_only():
     assert ours.at_end
     assert a.idle
     assert b.idle
-
-
-def test_one_way_streams_end_with_what_their_opener_sends():
-    a, b = pair()
-    ours = a.open(one_way=True)
-    a.write(ours, b"no answer")
-    a.finish(ours)
-    opened, readable = transfer(a, b)
-    theirs = opened.stream
-    assert readable == Readable(theirs)
-    assert (theirs.stopped, theirs.finished) == (True, True)
-    assert read(b, theirs) == b"no answer"
-    assert theirs.at_end
-    assert ours.at_end
-    assert a.idle
-    assert b.idle
-    assert not b.urgent
-
-
-def test_one_way_streams_can_be_declined():
-    a, b = pair()
-    ours = a.open(one_way=True)
-    (opened,) = transfer(a, b)
-    b.reset(opened.stream, "busy", "not now")
-    assert transfer(b, a) == [Reset(ours, "busy", "not now")]
-    assert a.idle
-    assert b.idle
-
-
-@pytest.mark.parametrize("frame", [pack(Kind.DATA, 0, 1, b"x"), pack(Kind.PIECE, 0, 1, PIECE.pack(0, 1))])
-def test_nothing_comes_back_on_one_way_streams(frame):
-    a, b = pair()
-    a.open(one_way=True)
-    transfer(a, b)
-    with pytest.raises(ProtocolError):
-        for record in (frame, b"x"):
-            a.receive(record)
-
-
-def test_windows_grow_for_those_who_need_more():
-    a, b = pair()
-    _, theirs = opened(a, b)
-    b.widen(theirs, INITIAL_WINDOW)
-    assert theirs.window == INITIAL_WINDOW
-    b.widen(theirs, INITIAL_WINDOW + 1)
-    assert theirs.window == LIMITS.window
 
 
 def test_pings_are_answered():
