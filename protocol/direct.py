@@ -257,9 +257,11 @@ def _sum(
     """
     for first, end in pieces([(0, len(values))], _AT_ONCE):
         part = slice(codec.encoded_size(first), codec.encoded_size(end))
-        total, meaning = scratch[: end - first].zero_(), values[first:end]
-        for place in sorted(contributions):
-            codec.add(contributions[place][part], total, shares[place])
+        total, meaning = scratch[: end - first], values[first:end]
+        for number, place in enumerate(sorted(contributions)):
+            codec.add(contributions[place][part], total, shares[place], first=not number)
+        if not contributions:
+            total.zero_()
         if len(shares) == 1:
             meaning.copy_(total)
             continue
