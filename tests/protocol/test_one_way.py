@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import pytest
+import trio
 
 from protocol.budget import Budget
 from protocol.errors import ProtocolError
 from protocol.frames import PIECE, Kind, pack
 from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import INITIAL_WINDOW, MuxLimits, Readable, Reset
+from protocol.wire import message
 
 LARGE = 1 << 30
+
+
+@message("test.blob")
+class Blob:
+    """Begins a stream of bytes."""
+
+    size: int
 
 
 def pair():
@@ -72,3 +81,26 @@ def test_windows_grow_for_those_who_need_more():
     assert opened.stream.window == INITIAL_WINDOW
     b.widen(opened.stream, INITIAL_WINDOW + 1)
     assert opened.stream.window == FIRST_WINDOW
+
+
+async def test_a_connection_that_is_replaced_stays_until_the_other_side_has_read(start_endpoint, autojump_clock):
+    """Whoever sends on a one-way stream does not hear of its end."""
+    got = []
+
+    async def read(request, stream):
+        await trio.sleep(0.5)
+        data = bytearray(request.size)
+        await stream.receive_into(data)
+        got.append(bytes(data))
+
+    a, b = await start_endpoint(1), await start_endpoint(2, handlers=[(Blob, read)])
+    await a.endpoint.connect(b.peer)
+    await trio.sleep(1)
+    connections = [next(iter(node.endpoint._connections)) for node in (a, b)]
+    async with a.endpoint.open(b.peer, Blob(1000), bulk=True, one_way=True) as stream:
+        await stream.send_bytes(b"x" * 1000, last=True)
+    for connection in connections:
+        connection.retire()
+    await trio.sleep(30)
+    assert got == [b"x" * 1000]
+    assert all(connection.failure is not None for connection in connections)
