@@ -138,6 +138,10 @@ class Ring(Reduction):
     def complete(self) -> bool:
         return self.received == len(self._receives)
 
+    @property
+    def bytes_out(self) -> int:
+        return sum(4 * (segment.stop - segment.start) for segment in self._sends)
+
     def outgoing(self, sink: int) -> int:
         return len(self._sends)
 
