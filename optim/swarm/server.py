@@ -24,6 +24,7 @@ from optim.swarm.ledger import Ledger
 from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
 from optim.swarm.payloads import Encoding, Packer, Payload
 from optim.swarm.stages import Stage
+from optim.swarm.state import StageState, inner_state, restore_inner
 from protocol.codecs import NotFinite
 from protocol.errors import ProtocolError, RequestRefused
 
@@ -230,6 +231,28 @@ class StageServer:
         self.optimizer.step()
         self._mean, self.phase, self.attempt = None, "open", 0
         self.step += 1
+        return self.arrivals.outdated(self.step)
+
+    def snapshot(self) -> StageState:
+        """A copy of what all servers of the stage have in common."""
+        mean = None if self._mean is None else self._mean.clone()
+        return StageState(self.step, self.stage.state(), inner_state(self.stage.model, self.optimizer), mean)
+
+    def restore(self, state: StageState) -> list[Arrived]:
+        """Goes on from the state of the same stage, or of the whole model. What was counted is dropped.
+
+        Returns:
+            Requests that are outdated by it, and were given up.
+
+        Raises:
+            SettingsError: It belongs to another model.
+        """
+        self.stage.load(state.model)
+        restore_inner(self.stage.model, self.optimizer, state.inner)
+        self.step, self.attempt, self.phase, self._mean = state.step, 0, "open", None
+        self._clear()
+        if state.mean is not None:
+            self.settled(state.mean.clone())
         return self.arrivals.outdated(self.step)
 
     def _check(self, request: Request) -> None:

@@ -24,7 +24,15 @@ def peer_id(name):
 def perceptron(seed=0):
     """Nothing is tied. Tokens go in as one-hot vectors."""
     generator = torch.Generator().manual_seed(seed)
-    layers = [nn.Embedding(16, 8), nn.Flatten(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)]
+    layers = [
+        nn.Embedding(16, 8),
+        nn.Flatten(),
+        nn.Linear(32, 24),
+        nn.Tanh(),
+        nn.Linear(24, 24),
+        nn.Tanh(),
+        nn.Linear(24, 4),
+    ]
     model = nn.Sequential(*layers)
     with torch.no_grad():
         for parameter in model.parameters():
