@@ -171,6 +171,11 @@ class PipelineTrainer:
             self._give_up(number)
 
     @property
+    def numbers(self) -> frozenset[int]:
+        """Our microbatches of this step, those that were taken over included."""
+        return frozenset(self._jobs)
+
+    @property
     def idle(self) -> bool:
         """Whether all our microbatches are counted in all stages, as far as we know."""
         return not any(job.walk is not None or job.lacking for job in self._jobs.values())

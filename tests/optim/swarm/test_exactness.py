@@ -69,7 +69,7 @@ FAULTS = Faults(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_sample_counts_once_whatever_fails(seed):
-    losses, state = train_alone(perceptron_chain(), perceptron_batch, steps=3, microbatches=12)
+    _, state = train_alone(perceptron_chain(), perceptron_batch, steps=3, microbatches=12)
     world = World(
         perceptron_chain,
         perceptron_batch,
@@ -83,3 +83,48 @@ def test_every_sample_counts_once_whatever_fails(seed):
     ).run()
     assert faults_in(world, perceptron_batch) == []
     torch.testing.assert_close(dict(world.state().model), dict(state), rtol=1e-3, atol=1e-5)
+
+
+def test_a_stage_with_one_server_left_is_refilled_and_nothing_is_lost():
+    _, state = train_alone(perceptron_chain(), perceptron_batch, steps=3, microbatches=8)
+    world = World(perceptron_chain, perceptron_batch, servers=[2, 3, 2], steps=3, faults=Faults(newcomer=0))
+
+    def kill_and_refill():
+        for server in world.members(1)[:2]:
+            world.kill(server)
+        assert len(world.members(1)) == 1
+        world.join(1)
+        world.join(1)
+
+    world.after(3.0, kill_and_refill)
+    world.run()
+    assert len(world.members(1)) == 3
+    assert sum(trainer.core.repeated for trainer in world.trainers) > 0
+    assert faults_in(world, perceptron_batch) == []
+    torch.testing.assert_close(dict(world.state().model), dict(state), rtol=1e-3, atol=1e-5)
+
+
+def test_training_goes_on_with_another_number_of_stages():
+    _, expected = train_alone(transformer_chain(), text_batch, steps=4, microbatches=4)
+    first = World(transformer_chain, text_batch, servers=[1, 1, 1], steps=2, microbatches=4).run()
+    second = World(transformer_chain, text_batch, servers=[2, 1], steps=4, microbatches=4)
+    second.go_on(first.state())
+    second.run()
+    torch.testing.assert_close(dict(second.state().model), dict(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_compressed_activations_train_as_well():
+    def final(world):
+        last = [PACKER.unpack(world.losses[key]).mean() for key in sorted(world.losses) if key[0] >= world.steps - 10]
+        return torch.stack(last).mean().item()
+
+    plain, half, quarter = (
+        World(transformer_chain, text_batch, servers=[1, 1, 1], steps=60, microbatches=8, encoding=encoding).run()
+        for encoding in ("fp32", "bf16", "int8")
+    )
+    first = PACKER.unpack(plain.losses[0, 0]).mean().item()
+    assert final(plain) < 0.5 * first
+    assert abs(final(half) / final(plain) - 1) < 0.01
+    assert abs(final(quarter) / final(plain) - 1) < 0.01
+    assert half.bytes <= 0.5 * plain.bytes
+    assert quarter.bytes <= 0.27 * plain.bytes

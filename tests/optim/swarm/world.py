@@ -16,9 +16,12 @@ from optim.swarm import cut
 from optim.swarm.arrivals import Bounds
 from optim.swarm.ledger import Settled, settle
 from optim.swarm.messages import Withdraw
+from optim.swarm.state import whole_state
 from optim.swarm.trainer import PipelineTrainer, Settings
 from protocol.errors import Overloaded, RequestRefused
-from tests.optim.swarm.toys import adamw, peer_id, sample, serve
+from tests.optim.swarm.toys import peer_id, sample, serve
+
+ONE_BY_ONE = Bounds(batch=1)
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +38,9 @@ class Faults:
     trainer_death: float = 0.0
     newcomer: float = 0.5
     """That a server that has died is replaced in the same stage after some time."""
+
+
+NO_FAULTS = Faults()
 
 
 @attrs.define(eq=False)
@@ -73,10 +79,10 @@ class World:
         steps=2,
         microbatches=8,
         seed=0,
-        faults=Faults(),
+        faults=NO_FAULTS,
         encoding="fp32",
         in_flight=4,
-        bounds=Bounds(batch=1),
+        bounds=ONE_BY_ONE,
     ):
         self.now, self.random, self.faults = 0.0, random.Random(seed), faults
         self.batch, self.steps, self.microbatches = batch, steps, microbatches
@@ -101,7 +107,7 @@ class World:
 
     def run(self, limit=20_000.0):
         self._begin()
-        self._after(5.0, self._look)
+        self.after(5.0, self._look)
         while self.begun < self.steps:
             assert self._events, "nothing happens any more"
             self.now, _, event = heapq.heappop(self._events)
@@ -114,8 +120,6 @@ class World:
 
     def state(self):
         """The whole model's, from the stages; all servers of a stage have the same bits."""
-        from optim.swarm.state import whole_state
-
         for stage in range(self.stages):
             first, *others = [server.core.snapshot() for server in self.members(stage)]
             for other in others:
@@ -127,18 +131,24 @@ class World:
                 )
         return whole_state(self.members(stage)[0].core.snapshot() for stage in range(self.stages))
 
+    def go_on(self, state):
+        """From the state of a whole model, before `run`."""
+        self.step = self.begun = state.step
+        for server in self.servers:
+            server.core.restore(state)
+
     def kill(self, server):
         """Unless it is the last of its stage: then nothing could go on."""
         if server.alive and len(self.members(server.stage)) > 1:
             server.alive = False
             self.deaths += 1
             for trainer in self.trainers:
-                self._after(self._delay(), lambda trainer=trainer: self._lost(trainer, server))
+                self.after(self._delay(), lambda trainer=trainer: self._lost(trainer, server))
             if self._chance(self.faults.newcomer):
-                self._after(self.random.uniform(1, 30), lambda: self.join(server.stage))
+                self.after(self.random.uniform(1, 30), lambda: self.join(server.stage))
 
     def join(self, stage):
-        """A newcomer, with the state of a member."""
+        """A newcomer comes to a stage, with the state of a member."""
         part = cut(self._make_chain(), self.stages)[stage]
         core = self._serve(part)
         core.restore(self.random.choice(self.members(stage)).core.snapshot())
@@ -165,17 +175,17 @@ class World:
             trainer.core.begin(self.step, {number: sample(self.batch(self.step, number)) for number in numbers})
             self._poll(trainer)
         if len(alive) > 1 and self._chance(self.faults.trainer_death):
-            self._after(self.random.uniform(0, 10), lambda: setattr(alive[-1], "alive", False))
+            self.after(self.random.uniform(0, 10), lambda: setattr(alive[-1], "alive", False))
 
     def _poll(self, trainer):
         if not trainer.alive or self.step >= self.steps:
             return
         for send in trainer.core.poll(self.now):
-            self._after(self._delay(), lambda send=send: self._arrive(trainer, trainer.core.step, send))
+            self.after(self._delay(), lambda send=send: self._arrive(trainer, trainer.core.step, send))
         wake = trainer.core.wake
         if wake is not None and wake != trainer.wake:
             trainer.wake = wake
-            self._after(max(wake - self.now, 0.0), lambda: self._poll(trainer))
+            self.after(max(wake - self.now, 0.0), lambda: self._poll(trainer))
 
     def _arrive(self, trainer, step, send):
         (server,) = (server for server in self.servers if server.peer == send.peer)
@@ -186,7 +196,8 @@ class World:
             if self.now >= server.deaf_until:
                 self._answer(trainer, step, send.call, server.core.withdraw(send.message))
             return
-        self.bytes += sum(len(each.data) for each in (send.message.inputs, send.message.gradient) if each is not None)
+        payloads = (send.message.inputs, send.message.gradient)
+        self.bytes += sum(len(each.data) for each in payloads if each is not None and each.encoding != "tokens")
         try:
             server.core.submit((trainer, step, send.call), send.message, self.now)
         except (RequestRefused, Overloaded):
@@ -205,7 +216,7 @@ class World:
 
         if answer is not None and getattr(answer, "values", None) is not None:
             self.bytes += len(answer.values.data)
-        self._after(self._delay(), arrive)
+        self.after(self._delay(), arrive)
 
     def _work(self, server):
         if not server.alive or server.core.busy or server.stage in self._settling or self.now < server.stalled_until:
@@ -214,13 +225,13 @@ class World:
             server.stalled_until = self.now + self.random.uniform(5, 30)
             if self._chance(self.faults.cut_off):
                 server.deaf_until = server.stalled_until
-            self._after(server.stalled_until - self.now + 1e-3, lambda: self._work(server))
+            self.after(server.stalled_until - self.now + 1e-3, lambda: self._work(server))
             return
         server.core.arrivals.expired(self.now)
         batch = server.core.take(self.now)
         if batch is not None:
             answers = server.core.compute(batch)
-            self._after(self.random.uniform(0.1, 0.5), lambda: self._finish(server, batch, answers))
+            self.after(self.random.uniform(0.1, 0.5), lambda: self._finish(server, batch, answers))
 
     def _finish(self, server, batch, answers):
         faults, kind = self.faults, batch.requests[0].kind
@@ -246,7 +257,7 @@ class World:
                 self._settling.add(stage)
                 self._settle_if_due(stage)
             self._progress[stage] = ledgers
-        self._after(40.0, self._look)
+        self.after(40.0, self._look)
 
     def _settle_if_due(self, stage):
         members = self.members(stage)
@@ -269,8 +280,8 @@ class World:
             attempt = max(server.core.attempt for server in alive)
             for server in alive:
                 server.core.thaw(attempt=attempt + 1, keep=server.peer in result.ledgers)
-            for trainer in self.trainers:
-                self._after(self._delay(), lambda: self._announce(stage, self.step, attempt, result.missing))
+            step = self.step
+            self.after(self._delay(), lambda: self._announce(stage, step, attempt, result.missing))
         else:
             shares = [server.core.contribution() for server in alive if server.peer in result.ledgers]
             mean = sum(share.values * (share.weight / result.samples) for share in shares)
@@ -290,9 +301,8 @@ class World:
         alive = [trainer for trainer in self.trainers if trainer.alive]
         if step != self.step:
             return
-        owned = [trainer.core._jobs.keys() for trainer in alive]
         for number in missing:
-            if not any(number in numbers for numbers in owned):
+            if not any(number in trainer.core.numbers for trainer in alive):
                 tokens = sample(self.batch(self.step, number))
                 alive[number % len(alive)].core.add(number, tokens, [stage])
         for trainer in alive:
@@ -306,9 +316,10 @@ class World:
                 server.core.advance({stage: gradients for stage, gradients in tied.items() if gradients})
         self.step += 1
         self._settled, self._settling, self._progress = set(), set(), {}
-        self._after(1.0, self._begin)  # until then trainers are behind, and answers are on their way
+        self.after(1.0, self._begin)  # until then trainers are behind, and answers are on their way
 
-    def _after(self, delay, event):
+    def after(self, delay, event):
+        """Lets something happen."""
         heapq.heappush(self._events, (self.now + delay, next(self._order), event))
 
     def _delay(self):
