@@ -25,6 +25,8 @@ class Member:
     """Samples per second that it can lead through its stage, forwards and backwards, as measured; above 0."""
     settled_for: float = math.inf
     """Seconds since it has moved to this stage, or has come."""
+    ready: bool = True
+    """Whether it has the stage's state. Else it is about to, and cannot be the stage's last one."""
     leaving: bool = False
     """Whether it has said that it leaves, or is told that it will be preempted."""
 
@@ -91,7 +93,7 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy) -> Move | No
     able = [member for member in there.values() if not member.leaving]
     staying = [0] * stages
     for member in able:
-        staying[member.stage] += 1
+        staying[member.stage] += member.ready
 
     def after(member: Member) -> float:
         return min(rates[target] + member.rate, rates[member.stage] - member.rate)
@@ -100,7 +102,7 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy) -> Move | No
         member
         for member in able
         if member.stage != target
-        and staying[member.stage] > 1
+        and staying[member.stage] > member.ready
         and (urgent or (member.settled_for >= policy.rest and after(member) > rates[target] * (1 + policy.gain)))
     ]
     if not donors:

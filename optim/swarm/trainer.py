@@ -159,6 +159,12 @@ class PipelineTrainer:
         for job in self._jobs.values():
             job.lacking.discard(stage)
 
+    def reopened(self, stage: int) -> None:
+        """A stage that had settled has lost that with all its servers, and has nothing."""
+        self._settled.discard(stage)
+        for job in self._jobs.values():
+            self._lose(job, stage)
+
     def lost(self, peer: PeerId) -> None:
         """A server is gone with all that it has counted. What it was asked for goes to others."""
         for stage, router in enumerate(self.routers):
@@ -174,6 +180,11 @@ class PipelineTrainer:
     def numbers(self) -> frozenset[int]:
         """Our microbatches of this step, those that were taken over included."""
         return frozenset(self._jobs)
+
+    @property
+    def stages_settled(self) -> frozenset[int]:
+        """Stages that have settled the step, as far as we know."""
+        return frozenset(self._settled)
 
     @property
     def idle(self) -> bool:

@@ -63,7 +63,7 @@ class Driver:
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
         self._microbatches, self._local = microbatches, local
         self._told: dict[int, int] = {}  # failed settlements of the step that the trainer knows of, by stage
-        self._here: set[PeerId] = set()
+        self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
         self._kicked = trio.Event()
 
     async def run(self) -> None:
@@ -93,8 +93,8 @@ class Driver:
         """Takes note of what the members have told since the last time."""
         crew, trainer = self._crew, self.trainer
         servers = [crew.servers(stage) for stage in range(len(self._runs))]
-        here = {peer for each in servers for peer in each}
-        for peer in self._here - here:
+        here = {(peer, stage, each.life) for stage, there in enumerate(servers) for peer, each in there.items()}
+        for peer, _, _ in self._here - here:
             trainer.lost(peer)
         self._here = here
         for router, each in zip(trainer.routers, servers, strict=True):
@@ -109,12 +109,14 @@ class Driver:
             mine = self._owned(step, range(self._microbatches))
             trainer.begin(step, {number: self._sample(step, number) for number in mine})
             self._told.clear()
-        open_stages = []
+        step, open_stages = trainer.step, []  # a stage that has lost its servers may be at an earlier one for a while
         for stage, each in enumerate(servers):
             there = [standing for standing in each.values() if standing.step == step]
             if steps[stage] > step or any(standing.settled for standing in there):
                 trainer.settled(stage)
                 continue
+            if stage in trainer.stages_settled and there:
+                trainer.reopened(stage)
             open_stages.append(stage)
             for standing in there:
                 if standing.attempt > self._told.get(stage, 0):

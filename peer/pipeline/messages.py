@@ -55,6 +55,8 @@ class Standing:
     """Samples per second that it leads through its stage, forwards and backwards."""
     rested: Count = 0
     """Steps that it has made since it came to this stage."""
+    life: Count = 0
+    """How often it has taken in a state, and with that dropped what it had counted."""
     leaving: bool = False
     copies: Annotated[tuple[StageNumber, ...], msgspec.Meta(max_length=16)] = ()
     """Stages of which it keeps a copy of the state, for when all their servers are lost."""

@@ -42,6 +42,9 @@ from protocol.operations import AsyncCollective
 RETRY = 0.5
 """Seconds until a state that could not be had is asked for again, unless the standings change earlier."""
 
+ACQUAINTED = 5.0
+"""Seconds for which a newcomer waits until all who are there have told it what they do."""
+
 EMPTY = 3.0
 """Seconds for which a stage must have been without any server before somebody leaves its own stage for it at once."""
 
@@ -183,6 +186,8 @@ class PipelineNode:
     async def _serve(self) -> None:
         stage = self.stage
         if stage is None:
+            with trio.move_on_after(ACQUAINTED):
+                await self.crew.until(lambda: len(self.crew.standings) == len(self.mesh.members))
             stage = newcomers_stage(self._members(), self.pipeline.stages)
         while True:
             move = await self._serve_stage(stage)
@@ -203,6 +208,7 @@ class PipelineNode:
                 rate=each.rate or usual,
                 settled_for=float(each.rested),
                 leaving=each.leaving,
+                ready=each.ready,
             )
             for peer, each in standings.items()
         ]
@@ -219,7 +225,11 @@ class PipelineNode:
             encoding=pipeline.encoding,
             bounds=self.bounds,
         )
-        server.restore(await self._find_state(number))
+        state = await self._find_state(number)
+        if state is None:
+            return None
+        server.restore(state)
+        self._live_anew()
         service = StageService(
             self.endpoint,
             run,
@@ -241,7 +251,7 @@ class PipelineNode:
             endpoint=self.endpoint,
             compute=self.compute,
             rate=pipeline.rate,
-            on_settled=partial(self._tell_settled, number),
+            on_step=partial(self._tell_step, number),
         )
         with self._copies.without(number):
             try:
@@ -256,11 +266,14 @@ class PipelineNode:
                 self._serving.pop(number, None)
         return move
 
-    def _tell_settled(self, stage: int, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
+    def _live_anew(self) -> None:
+        self.crew.announce(life=self.crew.own.life + 1)
+
+    def _tell_step(self, stage: int, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
         counted = {
             str(peer): {str(number): samples for number, samples in ledger.items()} for peer, ledger in ledgers.items()
         }
-        self.events.emit("stage_settled", stage=stage, step=step, ledgers=counted)
+        self.events.emit("stage_step", stage=stage, step=step, ledgers=counted)
 
     async def _steps(self, number: int, service: StageService, steps: StageSteps) -> Move | None:
         """Makes steps until there is a reason not to."""
@@ -268,26 +281,19 @@ class PipelineNode:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_emptiness, urgent, nursery.cancel_scope)
             while not self.pipeline.steps or server.step < self.pipeline.steps:
-                followed: list[int] = []
-                try:
-                    async with trio.open_nursery() as step:
-                        step.start_soon(self._watch_for_loss, number, server, followed, step.cancel_scope)
-                        await steps.step()
-                        step.cancel_scope.cancel()
-                except* Behind:
-                    self.crew.announce(ready=False)
-                    state = await self._find_state(number)
+                lost = await self._one_step(number, server, steps)
+                if lost is not None:
+                    state = await self._find_state(number) if lost < 0 else None
+                    if lost < 0 and state is None:
+                        return None
                     async with service.paused():
-                        server.restore(state)
-                if followed:
-                    async with service.paused():
-                        server.skip(followed[0])
-                    self.events.emit("stage_lost", stage=number, step=followed[0])
+                        server.skip(lost) if state is None else server.restore(state)
+                    self._live_anew()
                 steps.tell()
-                own = [move for move in self._moves() if move.peer == self.crew.peer]
-                if own:
+                move = await self._own_move(number, server.step)
+                if move is not None:
                     nursery.cancel_scope.cancel()
-                    return own[0]
+                    return move
                 if server.step % self.pipeline.save_every == 0:
                     self._copies.renew(number)
                     await self._save(number, service)
@@ -297,10 +303,44 @@ class PipelineNode:
             nursery.cancel_scope.cancel()
         return urgent[0] if urgent else None
 
+    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> int | None:
+        """Makes a step.
+
+        Returns:
+            None if it is made; -1 if our stage has made it without us, so that we need its state; else the step at
+            which to go on, as our stage has lost what it had settled.
+        """
+        followed: list[int] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_for_loss, number, server, followed, nursery.cancel_scope)
+                await steps.step()
+                nursery.cancel_scope.cancel()
+        except* Behind:
+            self.crew.announce(ready=False)
+            followed.append(-1)
+        if followed and followed[0] > 0:
+            self.events.emit("stage_lost", stage=number, step=followed[0])
+        return followed[0] if followed else None
+
     async def _save(self, number: int, service: StageService) -> None:
         async with service.paused() as server:
             state = await self.compute(server.snapshot)
         await self.compute(self.save, number, state)
+
+    async def _own_move(self, number: int, step: int) -> Move | None:
+        """Where we are needed more, now that a step is made. Others of our stage have to have made it, too."""
+
+        def are_there() -> bool:
+            servers = self.crew.servers(number)
+            return any(each.step >= step for peer, each in servers.items() if peer != self.crew.peer)
+
+        move = next((move for move in self._moves() if move.peer == self.crew.peer), None)
+        if move is None or step == self.pipeline.steps:
+            return None
+        with trio.move_on_after(EMPTY):
+            await self.crew.until(are_there)
+        return move if are_there() else None
 
     def _moves(self) -> list[Move]:
         return moves(self._members(), self.pipeline.stages, self.pipeline.balance)
@@ -349,14 +389,19 @@ class PipelineNode:
         with trio.move_on_after(30.0):
             await self.crew.until(lambda: all(each.step >= step for each in self._ready().values()))
 
-    async def _find_state(self, number: int) -> StageState:
-        """The state of a stage that we are to serve: from another server, from a copy, or the first one."""
+    async def _find_state(self, number: int) -> StageState | None:
+        """The state of a stage that we are to serve: from another server, from a copy, or the first one.
+
+        None if the run is over meanwhile.
+        """
         began, received = trio.current_time(), self.endpoint.bytes_received
         while True:
             changed = self.crew.changed
             state = await self._state(number)
             if state is not None:
                 break
+            if self._is_over():
+                return None
             with trio.move_on_after(RETRY):
                 await changed.wait()
         self.events.emit(

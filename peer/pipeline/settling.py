@@ -65,7 +65,7 @@ class StageSteps:
         endpoint: Carries everything else.
         compute: Runs what takes long.
         rate: The learning rate of a step.
-        on_settled: Told the step and the ledgers that are in the mean.
+        on_step: Told of each step that was made which ledgers are in its mean, if we took part in that.
     """
 
     def __init__(
@@ -79,11 +79,12 @@ class StageSteps:
         endpoint: Endpoint,
         compute: Compute,
         rate: Callable[[int], float],
-        on_settled: Callable[[int, Mapping[PeerId, Ledger]], None],
+        on_step: Callable[[int, Mapping[PeerId, Ledger]], None],
     ) -> None:
         self._service, self._server, self._stage, self._plan = service, service.server, stage, plan
         self._crew, self._collective, self._endpoint = crew, collective, endpoint
-        self._compute, self._rate, self._on_settled = compute, rate, on_settled
+        self._compute, self._rate, self._on_step = compute, rate, on_step
+        self._settlement: Settlement | None = None
 
     def tell(self) -> None:
         """Tells the others how far we are in the step."""
@@ -113,6 +114,9 @@ class StageSteps:
             group["lr"] = self._rate(self._server.step)
         async with self._service.paused() as server:
             await self._compute(server.advance, tied)
+        if self._settlement is not None:
+            self._on_step(server.step - 1, self._settlement.ledgers)
+            self._settlement = None
         self._crew.announce(missing=(), rested=self._crew.own.rested + 1)
         self.tell()
 
@@ -144,7 +148,7 @@ class StageSteps:
                     server.settled(reduced.mean)
                     if server.stage.tied:
                         self._service.keep_tied(server.step, server.tied_gradients())
-                    self._on_settled(server.step, settlement.ledgers)
+                    self._settlement = settlement
                     return
                 missing = settlement.among(reduced.contributors).missing
         except RoundAborted:
