@@ -33,6 +33,8 @@ class Crew:
         self._endpoint, self._run, self._mesh = endpoint, run_id, mesh
         self.own = standing
         self._others: dict[PeerId, Standing] = {}
+        self.furthest = 0
+        """The last step that anybody has been at, as far as we know."""
         self._announced = trio.Event()
         self.changed = trio.Event()
         """Set, and replaced, when a standing changes, ours included, or somebody comes or goes."""
@@ -68,6 +70,7 @@ class Crew:
         changed = attrs.evolve(self.own, **changes)
         if changed != self.own:
             self.own = attrs.evolve(changed, number=self.own.number + 1)
+            self.furthest = max(self.furthest, changed.step)
             self._announced.set()
             self._announced = trio.Event()
             self.notify()
@@ -129,6 +132,7 @@ class Crew:
         known = self._others.get(peer)
         if self._mesh.knows(peer) and (known is None or known.number < standing.number):
             self._others[peer] = standing
+            self.furthest = max(self.furthest, standing.step)
             self.notify()
 
 

@@ -163,23 +163,18 @@ class PipelineNode:
             settings=self.trainer,
             on_losses=self._tell_losses,
         )
-        step = self._others_step()
-        self.crew.announce(trains_from=0 if step is None else step + 1)
+        step = self.crew.furthest
+        self.crew.announce(trains_from=step + 1 if step else 0)
         await driver.run()
 
     def _tell_losses(self, step: int, losses: list[float]) -> None:
         self.events.emit("inner", step=step, loss=sum(losses) / len(losses), samples=len(losses))
 
-    def _others_step(self) -> int | None:
-        """At which step the others are; None if nobody is ready."""
-        return max((standing.step for standing in self._ready().values()), default=None)
-
     def _ready(self) -> dict[PeerId, Standing]:
         return {peer: each for peer, each in self.crew.standings.items() if each.ready and peer != self.crew.peer}
 
     def _is_over(self) -> bool:
-        step = self._others_step()
-        return bool(self.pipeline.steps) and step is not None and step >= self.pipeline.steps
+        return 0 < self.pipeline.steps <= self.crew.furthest
 
     # As a server.
 
@@ -283,7 +278,7 @@ class PipelineNode:
             while not self.pipeline.steps or server.step < self.pipeline.steps:
                 lost = await self._one_step(number, server, steps)
                 if lost is not None:
-                    state = await self._find_state(number) if lost < 0 else None
+                    state = await self._find_state(number, server) if lost < 0 else None
                     if lost < 0 and state is None:
                         return None
                     async with service.paused():
@@ -387,17 +382,21 @@ class PipelineNode:
     async def _see_off(self, step: int) -> None:
         """Stays until the other stages have made the last step, too: they need to know that ours has settled."""
         with trio.move_on_after(30.0):
-            await self.crew.until(lambda: all(each.step >= step for each in self._ready().values()))
+            await self.crew.until(
+                lambda: all(each.step >= step for each in self.crew.standings.values() if each.stage is not None)
+            )
 
-    async def _find_state(self, number: int) -> StageState | None:
+    async def _find_state(self, number: int, server: StageServer | None = None) -> StageState | None:
         """The state of a stage that we are to serve: from another server, from a copy, or the first one.
 
-        None if the run is over meanwhile.
+        What `server` has is better than nothing if all others of its stage are gone. None if the run is over meanwhile.
         """
         began, received = trio.current_time(), self.endpoint.bytes_received
         while True:
             changed = self.crew.changed
             state = await self._state(number)
+            if state is None and server is not None and trio.current_time() > began + LOST:
+                state = attrs.evolve(await self.compute(server.snapshot), step=self.crew.furthest, mean=None)
             if state is not None:
                 break
             if self._is_over():
@@ -423,11 +422,10 @@ class PipelineNode:
                 return await self.compute(partial(load, data, step))
         if others:
             return None
-        at = self._others_step()
-        if not at:  # nobody has made a step yet
+        if not self.crew.furthest:  # nobody has made a step yet
             return await self.compute(self._first_state, number)
         copy = await self._copies.find(number)
-        return None if copy is None else attrs.evolve(copy, step=at, mean=None)
+        return None if copy is None else attrs.evolve(copy, step=self.crew.furthest, mean=None)
 
     def _first_state(self, number: int) -> StageState:
         chain = self.pipeline.chain()
