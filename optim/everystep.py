@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim.buffers import Buffers
 from optim.elementwise import check_elementwise
 from optim.flat import select
 from optim.machine import Machine, link_of
@@ -26,6 +27,9 @@ class GradientOptimizer(Wrapper):
     All peers must start from the same values, and take the same steps: one that skips a step, as a `GradScaler` does
     when it finds an overflow, keeps the others waiting. Gradients that are not finite do not count. If an exchange
     fails, its exception leaves `step`, and nothing has been changed.
+
+    Buffers of the model that belong to its state are averaged in every step as well, whole numbers take the largest
+    value. If only that fails, its exception leaves `step` after all else is done: the next step makes up for it.
 
     Args:
         model: The model that the inner optimizer trains.
@@ -54,6 +58,7 @@ class GradientOptimizer(Wrapper):
         self._link = link_of(swarm, self._flat)
         if self._flat.slices != self._flat.whole:
             check_elementwise(method)
+        self._buffers = Buffers(model)
         self._sender = Sender(method, self._link.all)
         self._everything = select(self._flat.slices, range(len(self._flat.slices)))
 
@@ -80,11 +85,14 @@ class GradientOptimizer(Wrapper):
         )
         work = Work(1, self._tokens_per_step)
         message = self._sender.prepare(local, work, self._everything.layout, self.rounds + 1)
+        problem = self._buffers.average(self._link.gather, message.weight)
         mixed = self._link.mix(self._sender, message, self._everything, "")
         self._sender.sent(message, mixed)
         self._flat.write_gradient(mixed.mean.sign() if self.recipe.sign else mixed.mean)
         self.rounds += 1
         self.inner.step()
+        if problem is not None:
+            raise problem
         return loss
 
     def state_dict(self) -> dict[str, Any]:

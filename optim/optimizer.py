@@ -26,7 +26,7 @@ from optim.standing import Standing, foremost, standings
 from optim.state import OuterState
 from optim.wrapper import Wrapper
 from protocol.collective import Collective
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, ShoalError
 
 
 class LowCommunicationOptimizer(Wrapper):
@@ -39,7 +39,8 @@ class LowCommunicationOptimizer(Wrapper):
     `welcome` for those who come later.
 
     Buffers of the model that belong to its state are averaged, whole numbers take the largest value, whenever the first
-    parameter is exchanged; if peers have outer states of their own, or do not wait for each other, in the end.
+    parameter is exchanged; if peers have outer states of their own, or do not wait for each other, in the end. If only
+    that fails, the exchange takes place all the same, and the exception leaves `step` when it is done, or on its way.
 
     If an exchange fails, its exception leaves `step`. By then the local step is done, and neither the local parameters
     nor the outer state have been touched: the exchange stays due, and the next `step` tries again with all the work
@@ -87,6 +88,7 @@ class LowCommunicationOptimizer(Wrapper):
         self._pending: Future[Mixed] | None = None  # the exchange that is under way in its thread
         self._thread: ThreadPoolExecutor | None = None
         self._wait: int | None = None  # inner steps from the beginning of the last exchange to the next
+        self._averaged = 0  # the exchange with which buffers were averaged last
 
     @property
     def outer(self) -> OuterState:
@@ -149,9 +151,8 @@ class LowCommunicationOptimizer(Wrapper):
         with weight zero, and is healed by the others' result.
         """
         self._receive()
+        problem = self._average_buffers()  # before the exchange has changed anything
         waits, message = self._replica.waits, self._replica.begin(self._moment())
-        if self._averages_buffers and 0 in self._replica.fragment(message.round).places:
-            self._buffers.take(self._link.gather(self._buffers.block(message.weight), "buffers"))
         if waits:
             mixed = self._mix(message)
             self._replica.send(message)
@@ -163,16 +164,26 @@ class LowCommunicationOptimizer(Wrapper):
             self._replica.send(message)
         self._heal()
         self._wait = None
+        if problem is not None:
+            raise problem
 
     def _mix(self, message: Message) -> Mixed:
         fragment = self._replica.fragment(message.round)
         tag = tag_of(message.layout, self._flat.slices)
         return self._link.mix(self._replica.sender, message, fragment, tag)
 
-    @property
-    def _averages_buffers(self) -> bool:
-        """Whether buffers are averaged with exchanges: not if these do not wait for all peers."""
-        return bool(self._buffers) and self.recipe.shared and not self.recipe.late
+    def _average_buffers(self) -> ShoalError | None:
+        """Averages buffers, once for an exchange that they go with, however often that is tried.
+
+        None do if exchanges do not wait for all peers. Returns why it failed.
+        """
+        due = self._replica.begun + 1
+        fragment = self._replica.fragment(due)
+        if not self.recipe.shared or self.recipe.late or 0 not in fragment.places or due == self._averaged:
+            return None
+        problem = self._buffers.average(self._link.gather, self._replica.weight(fragment))
+        self._averaged = due if problem is None else 0
+        return problem
 
     def welcome(self) -> int:
         """Lets peers that have just come, or have missed an exchange, go on from the outer state of the others.
@@ -221,11 +232,11 @@ class LowCommunicationOptimizer(Wrapper):
         if self.recipe.late:
             self._catch_up()
         parameters = self._link.finish(self.recipe.finalizer, self.outer.parameters)
-        if self._buffers:
-            self._buffers.take(self._link.gather(self._buffers.block(1.0), "buffers"))
         self._replica.outer = OuterState(parameters, self.outer.buffers)
         self._flat.write(parameters)
         self.close()
+        if (problem := self._buffers.average(self._link.gather, 1.0)) is not None:
+            raise problem
 
     def _catch_up(self) -> None:
         """Gets what others have made without us, when nobody makes anything more: with an exchange of nothing."""

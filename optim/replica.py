@@ -253,8 +253,16 @@ class Replica:
             inner=fragment.take(self._flat.read()),
             lr=lr,
         )
+        return self.sender.prepare(local, self._work(fragment), fragment.layout, self.begun + 1)
+
+    def weight(self, fragment: Selection) -> float:
+        """What we would count if a fragment were exchanged now, and our values are sound."""
+        return self.recipe.weighting.weight(self._work(fragment))
+
+    def _work(self, fragment: Selection) -> Work:
+        """What was done since a fragment was exchanged last."""
         steps = self._done - self._taken.get(fragment, 0)
-        return self.sender.prepare(local, Work(steps, steps * self._tokens_per_step), fragment.layout, self.begun + 1)
+        return Work(steps, steps * self._tokens_per_step)
 
     def turns(self, moment: Moment) -> Iterator[Message]:
         """What to send, once for each fragment, to get what others have made of it without bringing anything."""

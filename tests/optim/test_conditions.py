@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from optim import DiLoCo, LocalSwarm, LowCommunicationOptimizer, recipe
+from optim import (
+    DiLoCo,
+    GradientOptimizer,
+    LocalSwarm,
+    LowCommunicationOptimizer,
+    gradient_recipe,
+    recipe,
+)
+from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
+from optim.spsa import SpsaOptimizer
 from protocol.channels import ChannelSettings
 from protocol.coordinator import RoundTimes
-from protocol.errors import RoundAborted
+from protocol.errors import PeerGone, RoundAborted
 from protocol.standalone import join_collective
+from tests.optim.replicas import Flaky
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 
@@ -201,6 +211,98 @@ def test_statistics_that_are_not_finite_or_do_not_fit_do_not_count():
 
     for variance in indexed(LocalSwarm(3), replica):
         assert variance.tolist() == [2.0] * 4
+
+
+def step_through(optimizer, count):
+    """The numbers of the steps that an exception has left."""
+    failed = []
+    for step in range(count):
+        try:
+            optimizer.step()
+        except PeerGone:
+            failed.append(step)
+    return failed
+
+
+@pytest.mark.parametrize("method", ["diloco", "delayed", "eager"])
+def test_an_exchange_takes_place_without_the_buffers_if_these_fail(alone, method):
+    def run(swarm, finish):
+        model = Normed()
+        put(model, torch.ones_like(values_of(model)))
+        optimizer = LowCommunicationOptimizer(model, moving(model), swarm, recipe(method, inner_steps=2))
+        failed = step_through(optimizer, 6)
+        if finish:
+            optimizer.finish()
+        optimizer.close()
+        return values_of(model), failed
+
+    buffers = method != "eager"
+    flaky = Flaky(alone, "gather")
+    values, failed = run(flaky, finish=buffers)
+    assert failed == ([1] if buffers else [])
+    weights = list(alone.weights)
+    expected, none = run(alone, finish=buffers)
+    assert none == []
+    assert torch.equal(values, expected)
+    assert weights == alone.weights[len(weights) :]
+
+
+def test_a_run_ends_with_its_parameters_also_if_its_buffers_fail(alone):
+    model = Normed()
+    optimizer = LowCommunicationOptimizer(model, moving(model), Flaky(alone, "gather"), recipe("eager", inner_steps=2))
+    step_through(optimizer, 5)
+    with pytest.raises(PeerGone):
+        optimizer.finish()
+    assert torch.equal(values_of(model), optimizer.outer.parameters)
+    optimizer.finish()
+
+
+def test_buffers_are_averaged_once_for_an_exchange_that_is_tried_again(alone):
+    model, gathers = Normed(), Flaky(alone, "gather", failing=())
+    optimizer = DiLoCo(model, moving(model), Flaky(gathers, failing=(1, 2)), sync_every=2)
+    assert step_through(optimizer, 8) == [1, 2]
+    assert optimizer.rounds == 3
+    assert len(gathers.brought) == 3
+
+
+def moving(model):
+    """An inner optimizer whose steps all change something."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "momenta", "perturbation"])
+def test_statistics_are_averaged_whatever_the_optimizer_is(kind):
+    def replica(peer, index):
+        model = Normed()
+        inner = moving(model)
+        if kind == "gradient":
+            optimizer = GradientOptimizer(model, inner, Flaky(peer, "gather"), gradient_recipe("data-parallel"))
+        elif kind == "momenta":
+            adam = QuasiHyperbolicAdam(model.parameters())
+            optimizer = MultiTimescaleOptimizer(model, adam, Flaky(peer, "gather"), sync_every=1)
+        else:
+            optimizer = SpsaOptimizer(model, inner, Flaky(peer, "gather", failing=(3,)), seed=index)
+        with torch.no_grad():
+            model.norm.running_mean.fill_(float(index))
+            model.norm.num_batches_tracked.fill_(10 * index)
+        for step in range(2):
+            if kind == "perturbation":
+                optimizer.step(lambda: 1.0)
+                continue
+            with pytest.raises(PeerGone) if step == 0 else contextlib.nullcontext():
+                optimizer.step()
+            assert model.norm.num_batches_tracked.item() == (10 if step else 10 * index)
+        if kind == "perturbation":
+            with pytest.raises(PeerGone):
+                optimizer.finish()
+            optimizer.finish()
+        assert model.norm.running_mean.tolist() == [0.5] * 4
+        return values_of(model)
+
+    one, other = indexed(LocalSwarm(2), replica)
+    assert torch.equal(one, other)
 
 
 def test_frozen_parameters_and_groups_with_rates_of_their_own():

@@ -21,6 +21,7 @@ from optim.spsa import SpsaOptimizer
 from optim.state import OuterState
 from protocol.collective import Window
 from protocol.errors import PeerGone, SettingsError
+from tests.optim.replicas import Flaky
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 
@@ -107,18 +108,6 @@ def test_peers_at_different_fragments_do_not_mix():
 
 
 def test_what_was_left_out_is_kept_if_an_exchange_fails_and_counts_once():
-    class Flaky:
-        """Fails every other time."""
-
-        def __init__(self, peer):
-            self.peer, self.calls = peer, 0
-
-        def gather(self, block, **options):
-            self.calls += 1
-            if self.calls % 2:
-                raise PeerGone("all are gone")
-            return self.peer.gather(block, **options)
-
     def run(swarm, attempts):
         model = make_model()
         method = recipe("sparseloco", inner_steps=2, k=2, decay=1.0)
@@ -132,7 +121,7 @@ def test_what_was_left_out_is_kept_if_an_exchange_fails_and_counts_once():
         return values_of(model)
 
     plain = run(LocalSwarm(1).peers[0], 0)
-    flaky = run(Flaky(LocalSwarm(1).peers[0]), 1)
+    flaky = run(Flaky(LocalSwarm(1).peers[0], "gather", failing=range(1, 100, 2)), 1)
     assert torch.equal(flaky, plain)
 
 
@@ -185,17 +174,7 @@ def test_what_a_result_does_not_have_of_ours_is_sent_again():
 )
 def test_what_a_failed_exchange_was_to_bring_counts_in_the_next_if_it_is_still_there(alone, method, weights):
     """With `delayed`, local steps went on from the outer parameters: what was sent is lost, and must not count."""
-
-    class Flaky(type(alone)):
-        def all_reduce(self, values, weight=1.0, **options):
-            self.weights.append(weight)
-            self.sent.append(values.clone())
-            if len(self.weights) == 1:
-                raise PeerGone("all are gone")
-            return self._peer.all_reduce(values, weight, **options)
-
-    swarm, model = Flaky(), make_model()
-    swarm.sent = []
+    swarm, model = Flaky(alone), make_model()
     optimizer = LowCommunicationOptimizer(model, adamw(model), swarm, method)
     start, failures = values_of(model), 0
     for batch in batches(0, 7 if method.policy.delay > 1 else 6):
@@ -206,9 +185,9 @@ def test_what_a_failed_exchange_was_to_bring_counts_in_the_next_if_it_is_still_t
     done = start - values_of(model)  # where local steps go on
     optimizer.finish()
     assert failures == 1
-    assert swarm.weights == weights
+    assert [weight for _, weight in swarm.brought] == weights
     if method.policy.delay == 1:
-        torch.testing.assert_close(swarm.sent[1], done)
+        torch.testing.assert_close(swarm.brought[1][0], done)
 
 
 def test_an_outlier_counts_no_more_than_the_median():
