@@ -26,7 +26,7 @@ from optim.standing import Standing, foremost, standings
 from optim.state import OuterState
 from optim.wrapper import Wrapper
 from protocol.collective import Collective
-from protocol.errors import SettingsError, ShoalError
+from protocol.errors import ProtocolError, SettingsError, ShoalError
 
 
 class LowCommunicationOptimizer(Wrapper):
@@ -198,6 +198,7 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             SettingsError: With this method peers are at different exchanges, and may still get those that they missed;
                 or they have something in common that is no part of the state.
+            ProtocolError: The others' state is not finite.
             ShoalError: It failed, and may be called again.
         """
         if self.recipe.late:
@@ -205,7 +206,9 @@ class LowCommunicationOptimizer(Wrapper):
         if isinstance(self.recipe.mixer, LowRankMean):
             raise SettingsError("factors of low rank are no part of the state: nobody can come to such a run later")
         if self._replica.flying:
-            self._land()
+            self._receive()
+            self._replica.settle(self._moment())
+            self._heal()
         ours = Standing(self.rounds, self._replica.begun, self._replica.history, secrets.token_bytes(8))
         told = standings(self._link.gather(ours.pack(), "welcome").values())
         source = foremost(told)
@@ -213,6 +216,8 @@ class LowCommunicationOptimizer(Wrapper):
             names = sorted(self.outer.buffers)
             state = torch.cat([self.outer.parameters, *(self.outer.buffers[name] for name in names)])
             state = self._link.broadcast(state, "state", ours=source == ours)
+            if not self._link.all(bool(torch.isfinite(state).all())):
+                raise ProtocolError("the state that the others go on from is not finite")
             if self._is_behind(ours, source):
                 parameters, *buffers = torch.split(state, self._flat.length)
                 self._restart(OuterState(parameters, dict(zip(names, buffers, strict=True))), source)
@@ -261,9 +266,10 @@ class LowCommunicationOptimizer(Wrapper):
         return not peer.agrees(source) and (self.recipe.shared or peer.rounds == 0)
 
     def _restart(self, outer: OuterState, source: Standing) -> None:
-        """Goes on from a state that others have, with what was done since our last exchange."""
-        drift = self._replica.drift if self.local_steps else None
-        self._replica.restart(outer, source.begun, drift)
+        """Goes on from a state that others have, with what we have not exchanged yet, if that is any good."""
+        drift = self._replica.drift
+        sound = self._link.all(bool(torch.isfinite(drift).all()))
+        self._replica.restart(outer, source.begun, drift if sound else None)
         self._replica.rounds, self._replica.history = source.rounds, source.history
         self._replica.sender.forget()  # what was left out belongs to the state that is given up
         self._wait = None

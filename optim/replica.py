@@ -184,14 +184,38 @@ class Replica:
         Args:
             outer: The state.
             begun: Exchanges that led to it.
-            drift: By how much the local parameters already differ from it, after `local_steps` steps; None: not at all.
+            drift: By how much the local parameters already differ from it, by what has not been exchanged yet; None: not
+                at all.
         """
-        anchor = self._flat.rounded(outer.parameters)
-        self._flat.write(outer.parameters if drift is None else anchor + drift)
+        if drift is None:
+            self._flat.write(outer.parameters)
+            self.local_steps, self._done, self._taken = 0, 0, {}
+        else:
+            self._flat.write(self._flat.rounded(outer.parameters) + drift)
         self.outer, self.begun = outer, begun
-        self.local_steps = 0 if drift is None else self.local_steps
-        self._done, self._taken, self._flight = self.local_steps, {}, None
-        self._share, self._load = None, 1.0
+        self._flight, self._share, self._load = None, None, 1.0
+
+    def start_over(self, moment: Moment) -> None:
+        """Gives up what was done since the last exchange began: it is no good. A result that is here is applied."""
+        if self._flight is not None and self._flight.mixed is not None:
+            self.land(moment, self._nothing(self._flight.message))
+        self._flat.write(self.outer.parameters)
+        self.local_steps, self._done, self._taken, self._flight = 0, 0, {}, None
+
+    def settle(self, moment: Moment) -> None:
+        """Applies the result that has arrived, before its time. What was done meanwhile is still to be exchanged."""
+        flight = self._flight
+        assert flight is not None
+        if flight.kept:  # it is blended in as it would be later
+            self.land(moment)
+            return
+        drift = self.drift
+        self.land(moment, self._nothing(flight.message))
+        self._flat.write(self._flat.rounded(self.outer.parameters) + drift)
+
+    def _nothing(self, sent: Message) -> torch.Tensor:
+        """What we would exchange now if nothing had been done since that was sent."""
+        return sent.taken if self.recipe.payload.settled else torch.zeros_like(sent.taken)
 
     @property
     def drift(self) -> torch.Tensor:

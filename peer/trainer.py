@@ -151,13 +151,12 @@ class Trainer:
         replica = self._replica
         if replica.flying and not replica.has_arrived:
             replica.recall()
-        ours = state is self._state and replica.begun == revision - 1
-        if not ours or not self._finite:
+        if state is not self._state or replica.begun != revision - 1:
             replica.restart(state, revision - 1, replica.drift if self._carries else None)
-            self._finite = True
-        if not ours:
             replica.sender.forget()
-        self._state, self._carries = state, False
+        elif not self._finite:
+            replica.start_over(self._moment(revision))
+        self._state, self._carries, self._finite = state, False, True
         self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
 
     def carry_over(self) -> None:

@@ -92,3 +92,43 @@ def test_the_daemon_does_what_the_optimizer_does(name, corpus):
 
 def run(trainer, steps):
     trainer.run(steps, should_stop=lambda: False, on_step=lambda info: None)
+
+
+@pytest.mark.parametrize("name", ["eager", "co2", "gossip", "delayed", "streaming"])
+def test_what_a_round_has_made_is_applied_although_our_own_steps_went_wrong_meanwhile(name, corpus):
+    settings = settings_of(name)
+
+    def daemon(peer):
+        trainer = Trainer(settings, corpus, peer.peer_id)
+        spoils = peer is swarm.peers[0]
+        state = trainer.initial_state()
+        for revision in range(1, 5):
+            trainer.start_round(state, revision, peer.members)
+            if revision == 4:
+                break
+            run(trainer, trainer.schedule.steps(revision))
+            contribution = trainer.contribution()
+            if spoils and revision == 3:  # while the exchange is on its way
+                before, trainer._gradient = trainer._replica.outer, lambda windows: None
+            run(trainer, contribution.meanwhile)
+            outcome = perform(peer, contribution.operation, contribution.part)
+            state = trainer.commit(state, outcome, revision)
+        replica = trainer._replica
+        if spoils:
+            assert not replica.flying
+            assert replica.local_steps == 0
+            assert torch.equal(trainer.flat.read(), replica.outer.parameters)
+            assert not torch.equal(replica.outer.parameters, before.parameters)
+            if name == "gossip":  # the pair's mean, without a step
+                torch.testing.assert_close(replica.outer.parameters, (outcome.ours + outcome.values) / 2)
+            del trainer._gradient
+        run(trainer, trainer.schedule.steps(4))
+        contribution = trainer.contribution()
+        state = trainer.commit(state, perform(peer, contribution.operation, contribution.part), 4)
+        assert contribution.finite
+        return replica.outer
+
+    torch.set_num_threads(1)
+    swarm = LocalSwarm(2)
+    one, other = swarm.run(daemon)
+    assert torch.equal(one.parameters, other.parameters) == settings.algorithm.recipe().shared
