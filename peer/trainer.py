@@ -233,7 +233,11 @@ class Trainer:
         return self._committed(state, _answered(self._asking, outcome), revision)
 
     def commit_missed(self, state: OuterState, reduced: Reduced, revision: int) -> OuterState:
-        """The same of a round whose result others have made without us, after our contribution to it."""
+        """The same of a round whose result we have only heard of, after our contribution to it.
+
+        As a rule others have made it without us. But if our line broke when they had all of what we brought, that is
+        part of the result, and must not come once more with the next one.
+        """
         replica, message = self._replica, self._message
         if self.schedule.is_last_exchange(revision):
             return self.commit(state, reduced, revision)
@@ -242,7 +246,9 @@ class Trainer:
             replica.skip()
             self._state = replica.outer
             return self._state
-        outcome = gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
+        outcome: Outcome = gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
+        if reduced.plan.includes(self._peer_id):
+            return self.commit(state, attrs.evolve(outcome, counted=True), revision)
         mixing = replica.sender.mix(attrs.evolve(message, weight=0.0))
         next(mixing)
         return self._committed(state, _answered(mixing, outcome), revision)
