@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ from optim.shards import local
 from optim.slots import Mixed, Moment
 from optim.standing import Standing, foremost, standings
 from optim.state import OuterState
+from optim.warmup import Warmup
 from optim.wrapper import Wrapper
 from protocol.collective import Collective
 from protocol.errors import ProtocolError, SettingsError, ShoalError
@@ -88,6 +90,7 @@ class LowCommunicationOptimizer(Wrapper):
         self._pending: Future[Mixed] | None = None  # the exchange that is under way in its thread
         self._thread: ThreadPoolExecutor | None = None
         self._wait: int | None = None  # inner steps from the beginning of the last exchange to the next
+        self._warmup = Warmup(self.learning_rate)
         self._averaged = 0  # the exchange with which buffers were averaged last
 
     @property
@@ -111,10 +114,12 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             ShoalError: The exchange failed; see the class.
         """
+        group = self.inner.param_groups[0]
+        self._warmup.sees(group)
         loss = self._local_step(closure)
         self._replica.stepped()
         if self._wait is None:
-            self._wait = self.recipe.policy.steps(self._moment())
+            self._wait = self.recipe.policy.steps(attrs.evolve(self._moment(), lr=self._warmup.after(group)))
         if self.local_steps >= min(self._wait, self.recipe.policy.delay) and self._ready():
             if self.local_steps >= self._wait:
                 self.synchronize()
@@ -209,7 +214,8 @@ class LowCommunicationOptimizer(Wrapper):
             self._receive()
             self._replica.settle(self._moment())
             self._heal()
-        ours = Standing(self.rounds, self._replica.begun, self._replica.history, secrets.token_bytes(8))
+        replica, nonce = self._replica, secrets.token_bytes(8)
+        ours = Standing(replica.rounds, replica.begun, replica.history, nonce, warm=self._warmup.over)
         told = standings(self._link.gather(ours.pack(), "welcome").values())
         source = foremost(told)
         if any(self._is_behind(theirs, source) for theirs in told):
@@ -271,6 +277,7 @@ class LowCommunicationOptimizer(Wrapper):
         sound = self._link.all(bool(torch.isfinite(drift).all()))
         self._replica.restart(outer, source.begun, drift if sound else None)
         self._replica.rounds, self._replica.history = source.rounds, source.history
+        self._warmup.over = source.warm
         self._replica.sender.forget()  # what was left out belongs to the state that is given up
         self._wait = None
 
@@ -305,7 +312,8 @@ class LowCommunicationOptimizer(Wrapper):
         """
         if self._pending is not None and self._pending.exception() is None:
             self._receive()
-        return {**self.inner.state_dict(), "outer": self._replica.state_dict()}
+        warmup = attrs.asdict(self._warmup)
+        return {**self.inner.state_dict(), "outer": {**self._replica.state_dict(), "warmup": warmup}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. The model's own values are restored by the model's `load_state_dict`.
@@ -327,7 +335,7 @@ class LowCommunicationOptimizer(Wrapper):
             raise SettingsError("the saved outer state belongs to another recipe")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
         self._share_with_inner()
-        self._wait, self._pending = None, None
+        self._wait, self._pending, self._warmup = None, None, Warmup(**saved["warmup"])
         self._replica.load_state_dict(saved, outer)
 
 

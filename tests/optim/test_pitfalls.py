@@ -262,6 +262,71 @@ def test_exchanges_get_rarer_along_a_cosine():
     assert [policy.steps(Moment(round=2, lr=rates[-1], total=left)) for left in (50, 1, 0)] == [50, 1, 1]
 
 
+def by_lambda(optimizer, model, steps):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1e-4) / steps))
+
+
+def by_sequence(optimizer, model, steps):
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-5, total_iters=steps)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000, eta_min=0.009)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], milestones=[steps])
+
+
+def by_cycle(optimizer, model, steps):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=100, pct_start=steps / 100)
+
+
+class ByHand:
+    def __init__(self, optimizer, model, steps):
+        self.optimizer, self.taken, self.steps = optimizer, -1, steps
+        self.step()
+
+    def step(self):
+        self.taken += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (self.taken + 1e-4) / self.steps)
+
+
+@pytest.mark.parametrize("schedule", [by_lambda, by_sequence, by_cycle, ByHand])
+def test_exchanges_are_as_frequent_as_at_the_peak_while_the_rate_is_rising(alone, schedule):
+    """From a rate next to zero there would follow a first round of millions of steps."""
+    model = make_model()
+    method = recipe("quadratic", base_steps=2, alpha=0.02)  # (0.02 / 0.01)² = 4
+    optimizer = LowCommunicationOptimizer(model, adamw(model), alone, method)
+    rates = schedule(optimizer, model, 10)
+    saved = None
+    for number, batch in enumerate(batches(0, 12), 1):
+        train(model, optimizer, [batch])
+        rates.step()
+        assert optimizer.rounds == number // 4
+        if number == 4:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+    assert alone.weights == [4.0] * 3
+    optimizer.param_groups[0]["lr"] = 0.002  # (0.02 / 0.002)² = 100
+    train(model, optimizer, batches(1, 99))
+    assert optimizer.rounds == 3
+    train(model, optimizer, batches(1, 1))
+    assert optimizer.rounds == 4
+
+
+def test_a_newcomer_takes_a_rate_that_has_fallen_for_what_it_is():
+    swarm = LocalSwarm(2)
+
+    def replica(peer):
+        model, index = make_model(), swarm.peers.index(peer)
+        optimizer = LowCommunicationOptimizer(model, adamw(model), peer, recipe("quadratic", base_steps=1, alpha=0.02))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        if index == 0:
+            optimizer.step()
+            optimizer._replica.rounds = 1
+        optimizer.welcome()
+        optimizer.param_groups[0]["lr"] = 0.005
+        train(model, optimizer, batches(index, 15 + index))
+        return optimizer.rounds
+
+    assert swarm.run(replica) == [2, 2]
+
+
 def test_a_log_of_scalars_makes_the_same_bits_again():
     class Log:
         """Passes on what others have said, or says it again."""
