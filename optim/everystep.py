@@ -75,14 +75,7 @@ class GradientOptimizer(Wrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = self._flat.read()
-        local = Local(
-            state=OuterState(parameters),
-            anchor=parameters,
-            inner=parameters,
-            gradient=self._flat.read_gradient(),
-            lr=self.learning_rate,
-        )
+        local = self._local()
         work = Work(1, self._tokens_per_step)
         message = self._sender.prepare(local, work, self._everything.layout, self.rounds + 1)
         problem = self._buffers.average(self._link.gather, message.weight)
@@ -95,6 +88,16 @@ class GradientOptimizer(Wrapper):
             raise problem
         return loss
 
+    def _local(self) -> Local:
+        parameters = self._flat.read()
+        return Local(
+            state=OuterState(parameters),
+            anchor=parameters,
+            inner=parameters,
+            gradient=self._flat.read_gradient(),
+            lr=self.learning_rate,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dictionary; under "exchange", what this peer remembers of exchanges."""
         return {**self.inner.state_dict(), "exchange": {"rounds": self.rounds, "memory": self._sender.state_dict()}}
@@ -103,14 +106,18 @@ class GradientOptimizer(Wrapper):
         """Restores what `state_dict` returned.
 
         Raises:
-            SettingsError: It is not one of these.
+            SettingsError: It is not one of these, or of another model or recipe, or damaged.
         """
         if "exchange" not in state_dict:
             raise SettingsError(
                 "the state dictionary is not one of an optimizer that exchanges",
                 hint="load a plain optimizer's state into `optimizer.inner`",
             )
+        memory, everything = (
+            state_dict["exchange"]["memory"],
+            (self._local(), self._everything.layout, self._flat.whole),
+        )
+        self._sender.load_state_dict(memory, [everything])
+        self.rounds = state_dict["exchange"]["rounds"]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "exchange"})
         self._share_with_inner()
-        self.rounds = state_dict["exchange"]["rounds"]
-        self._sender.load_state_dict(state_dict["exchange"]["memory"])

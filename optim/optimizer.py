@@ -319,13 +319,15 @@ class LowCommunicationOptimizer(Wrapper):
         """Restores what `state_dict` returned. The model's own values are restored by the model's `load_state_dict`.
 
         Raises:
-            SettingsError: The dictionary has no outer state, or one of another model or recipe.
+            SettingsError: The dictionary has no outer state, or one of another model or recipe, or a damaged one.
         """
         if "outer" not in state_dict:
             raise SettingsError(
                 "the state dictionary has no outer state", hint="load a plain optimizer's state into `optimizer.inner`"
             )
         saved = state_dict["outer"]
+        if lacking := {"parameters", "buffers", "warmup"} - saved.keys():
+            raise SettingsError(f"the saved outer state has no {min(lacking)!r}")
         outer = OuterState(_flat(saved["parameters"]), {key: _flat(value) for key, value in saved["buffers"].items()})
         if outer.parameters.shape != (self._flat.length,):
             raise SettingsError(f"saved are {outer.parameters.numel()} values, but the model has {self._flat.length}")
@@ -333,10 +335,12 @@ class LowCommunicationOptimizer(Wrapper):
             key: value.shape for key, value in self.outer.buffers.items()
         }:
             raise SettingsError("the saved outer state belongs to another recipe")
+        if not all(bool(torch.isfinite(values).all()) for values in (outer.parameters, *outer.buffers.values())):
+            raise SettingsError("the saved outer state is not finite")
+        self._replica.load_state_dict(saved, outer)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
         self._share_with_inner()
         self._wait, self._pending, self._warmup = None, None, Warmup(**saved["warmup"])
-        self._replica.load_state_dict(saved, outer)
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optim.flat import FlatParameters
+from optim.memory import checked
 from optim.mixers import GatheredMean
 from optim.recipe import Recipe
 from optim.regularizers import Free
@@ -307,14 +308,15 @@ class Trainer:
         """Takes back what `inner_state` returned; nothing stands for zero moments.
 
         Raises:
-            SettingsError: It belongs to another model or optimizer.
+            SettingsError: It belongs to another model or optimizer, or is damaged.
         """
         if not saved:
             self._optimizer.state.clear()
             return
         if saved.keys() != {*MOMENTS, "step"}:
             raise SettingsError(f"the inner optimizer's state has {sorted(saved)}, not {sorted({*MOMENTS, 'step'})}")
-        moments = {key: self.flat.scatter(saved[key]) for key in MOMENTS}
+        moments = {key: self.flat.scatter(checked(f"the saved {key}", saved[key])) for key in MOMENTS}
+        checked("the saved number of steps", saved["step"], ())
         for place, parameter in self.flat.parameters():
             # AdamW's fused kernel wants the step count beside the parameter.
             state = {key: named[place.name].to(parameter, copy=True) for key, named in moments.items()}
@@ -328,7 +330,7 @@ class Trainer:
         """Goes on from a checkpoint of ours: from the state of a revision, with what `own_state` returned then.
 
         Raises:
-            SettingsError: It belongs to another method.
+            SettingsError: It belongs to another model or method, or is damaged.
         """
         self._replica.restart(state, revision)
         self._replica.load_own_state(own)

@@ -310,7 +310,7 @@ class Plan:
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
 
     def includes(self, peer: PeerId) -> bool:
-        """Whether most of the result has a peer's values in it. Of salvaged parts it may be other peers' than of the rest."""
+        """Whether most of the result has a peer's values in it: salvaged parts may have other peers' than the rest."""
         parts = [part for part in self.parts if dict(zip(part.members, part.weights, strict=True)).get(peer)]
         return 2 * sum(part.stop - part.start for part in parts) > self.length
 

@@ -433,7 +433,7 @@ def test_in_a_notebook_whose_event_loop_runs():
 
 @pytest.mark.parametrize("method", ["delayed", "eager", "co2"])
 def test_what_was_done_while_a_result_was_on_its_way_is_not_lost_when_others_are_welcomed(method):
-    """Local steps went on from the outer parameters, and are what the next exchange brings, with or without a newcomer."""
+    """Local steps went on from the outer parameters, and are what the next exchange brings, newcomers or not."""
 
     def replica(peer, index):
         model, swarm = make_model(), Flaky(peer, failing=())
