@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
 from torch import nn
 
 from optim.flat import unwrapped
+from protocol.errors import ShoalError
 from protocol.identity import PeerId
 from protocol.plan import MAX_WEIGHT
 
@@ -42,6 +43,21 @@ class Buffers:
 
     def __bool__(self) -> bool:
         return bool(self._statistics or self._counters)
+
+    def average(self, gather: Callable[[bytes, str], Mapping[PeerId, bytes]], weight: float) -> ShoalError | None:
+        """Averages them, if there are any, by way of `gather`, which takes a block and a tag.
+
+        Returns:
+            Why it failed; they are as they were then. The exchange that this goes with is worth more, and need not
+            fail as well.
+        """
+        if not self:
+            return None
+        try:
+            self.take(gather(self.block(weight), "buffers"))
+        except ShoalError as error:
+            return error
+        return None
 
     def block(self, weight: float) -> bytes:
         """Ours, for a `gather`."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim.buffers import Buffers
 from optim.elementwise import check_elementwise
 from optim.flat import select
 from optim.machine import Machine, link_of
@@ -26,6 +27,9 @@ class GradientOptimizer(Wrapper):
     All peers must start from the same values, and take the same steps: one that skips a step, as a `GradScaler` does
     when it finds an overflow, keeps the others waiting. Gradients that are not finite do not count. If an exchange
     fails, its exception leaves `step`, and nothing has been changed.
+
+    Buffers of the model that belong to its state are averaged in every step as well, whole numbers take the largest
+    value. If only that fails, its exception leaves `step` after all else is done: the next step makes up for it.
 
     Args:
         model: The model that the inner optimizer trains.
@@ -54,6 +58,7 @@ class GradientOptimizer(Wrapper):
         self._link = link_of(swarm, self._flat)
         if self._flat.slices != self._flat.whole:
             check_elementwise(method)
+        self._buffers = Buffers(model)
         self._sender = Sender(method, self._link.all)
         self._everything = select(self._flat.slices, range(len(self._flat.slices)))
 
@@ -70,22 +75,28 @@ class GradientOptimizer(Wrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        local = self._local()
+        work = Work(1, self._tokens_per_step)
+        message = self._sender.prepare(local, work, self._everything.layout, self.rounds + 1)
+        problem = self._buffers.average(self._link.gather, message.weight)
+        mixed = self._link.mix(self._sender, message, self._everything, "")
+        self._sender.sent(message, mixed)
+        self._flat.write_gradient(mixed.mean.sign() if self.recipe.sign else mixed.mean)
+        self.rounds += 1
+        self.inner.step()
+        if problem is not None:
+            raise problem
+        return loss
+
+    def _local(self) -> Local:
         parameters = self._flat.read()
-        local = Local(
+        return Local(
             state=OuterState(parameters),
             anchor=parameters,
             inner=parameters,
             gradient=self._flat.read_gradient(),
             lr=self.learning_rate,
         )
-        work = Work(1, self._tokens_per_step)
-        message = self._sender.prepare(local, work, self._everything.layout, self.rounds + 1)
-        mixed = self._link.mix(self._sender, message, self._everything, "")
-        self._sender.sent(message, mixed)
-        self._flat.write_gradient(mixed.mean.sign() if self.recipe.sign else mixed.mean)
-        self.rounds += 1
-        self.inner.step()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dictionary; under "exchange", what this peer remembers of exchanges."""
@@ -95,14 +106,18 @@ class GradientOptimizer(Wrapper):
         """Restores what `state_dict` returned.
 
         Raises:
-            SettingsError: It is not one of these.
+            SettingsError: It is not one of these, or of another model or recipe, or damaged.
         """
         if "exchange" not in state_dict:
             raise SettingsError(
                 "the state dictionary is not one of an optimizer that exchanges",
                 hint="load a plain optimizer's state into `optimizer.inner`",
             )
+        memory, everything = (
+            state_dict["exchange"]["memory"],
+            (self._local(), self._everything.layout, self._flat.whole),
+        )
+        self._sender.load_state_dict(memory, [everything])
+        self.rounds = state_dict["exchange"]["rounds"]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "exchange"})
         self._share_with_inner()
-        self.rounds = state_dict["exchange"]["rounds"]
-        self._sender.load_state_dict(state_dict["exchange"]["memory"])

@@ -16,6 +16,16 @@ def tree_sum(values: torch.Tensor) -> torch.Tensor:
     return values[0]
 
 
+def mean_and_variance(values: torch.Tensor) -> tuple[float, float]:
+    """Of all of them, in double precision; no values have 0 and 0."""
+    if not values.numel():
+        return 0.0, 0.0
+    doubled = values.flatten().double()
+    mean = tree_sum(doubled) / len(doubled)
+    apart = doubled - mean
+    return float(mean), float(tree_sum(apart * apart) / len(doubled))
+
+
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """The columns made orthonormal, one after the other (modified Gram-Schmidt).
 

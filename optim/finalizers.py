@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import torch
 
+from optim.exact import mean_and_variance
 from optim.slots import AllReduce, Layout, Mixing
 from protocol.collective import Reduced
 
@@ -41,13 +44,13 @@ class VarianceCorrectedMean:
 
     def finish(self, parameters: torch.Tensor, layout: Layout) -> Mixing[torch.Tensor]:
         matrices = [place for place in layout if len(place.shape) > 1]
-        ours = torch.tensor([float(parameters[m.start : m.stop].double().var(correction=0)) for m in matrices])
+        ours = torch.tensor([mean_and_variance(parameters[m.start : m.stop])[1] for m in matrices])
         reduced = yield AllReduce(torch.cat([parameters, ours]), 1.0)
         assert isinstance(reduced, Reduced)
         mean, variances = reduced.mean[: len(parameters)].clone(), reduced.mean[len(parameters) :]
         for place, variance in zip(matrices, variances.tolist(), strict=True):
             values = mean[place.start : place.stop]
-            centre, spread = float(values.double().mean()), float(values.double().var(correction=0))
-            stretch = (variance / (spread + self.epsilon)) ** 0.5
+            centre, spread = mean_and_variance(values)
+            stretch = math.sqrt(variance / (spread + self.epsilon))
             values.sub_(centre).mul_(stretch).add_(centre)
         return mean

@@ -75,6 +75,15 @@ class LowRankMean:
                 changed[name] = torch.cat([factor[:, : self.rank], lacking], dim=1)
         return changed
 
+    def fits(self, name: str, values: torch.Tensor, layout: Layout) -> bool:
+        """Whether it could have remembered this: one of the factors."""
+        columns = self.columns(layout).get(name)
+        return values.dim() == 2 and tuple(values.shape) == (columns, self.rank)
+
+    def columns(self, layout: Layout) -> dict[str, int]:
+        """The matrices' columns, by the names of their factors."""
+        return {f"factor {start}": columns for start, _, columns in self._sorted(layout)[1]}
+
     def _factor(self, memory: Memory, start: int, columns: int, round: int) -> torch.Tensor:
         """That of the last exchange. A column that it did not need is zero, would remain so, and is drawn anew."""
         factor = memory.get(f"factor {start}", torch.zeros(columns, self.rank))
@@ -106,6 +115,14 @@ class AdaptiveLowRankMean:
             seen = torch.cat([seen, tree_sum(torch.stack(found)).div(len(found)).view(1)])[-self.window :]
         load = self._next(seen) / self.rank
         return attrs.evolve(mixed, load=load, memory={**mixed.memory, "ranks": seen})
+
+    def fits(self, name: str, values: torch.Tensor, layout: Layout) -> bool:
+        """Whether it could have remembered this: a factor, or the ranks of the last exchanges."""
+        if name == "ranks":
+            return values.dim() == 1 and len(values) <= self.window and bool((values > 0).all())
+        # With a smaller rank there may have been more matrices.
+        columns = LowRankMean(1).columns(layout).get(name)
+        return values.dim() == 2 and values.shape[0] == columns and 1 <= values.shape[1] <= self.rank
 
     def _next(self, seen: torch.Tensor) -> int:
         if not len(seen):

@@ -107,7 +107,8 @@ class GatheredMean:
 
 def share_of(reduced: Reduced, weight: float) -> float:
     """Our share of a mean; 0 if it was made without us."""
-    return weight / reduced.weight if reduced.weight and reduced.counted else 0.0
+    # Where most of it was salvaged, it may have us, and its weight not.
+    return min(1.0, weight / reduced.weight) if reduced.weight and reduced.counted else 0.0
 
 
 def _told(block: memoryview, compressor: Compressor, layout: Layout) -> tuple[float, bytes]:

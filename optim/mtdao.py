@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import nn
 
+from optim.buffers import Buffers
+from optim.machine import Direct
 from optim.sender import carry_out
 from optim.slots import AllReduce, Mixing
 from optim.wrapper import Wrapper
@@ -37,7 +39,7 @@ class QuasiHyperbolicAdam(torch.optim.Optimizer):
     uⱼ ← βⱼ·uⱼ + (1 − βⱼ)·g,  v ← β·v + (1 − β)·g²,  θ ← (1 − η·λ)·θ − η·((1 − Σωⱼ)·g + Σωⱼ·ûⱼ) / (√v̂ + ε)
 
     with û and v̂ corrected for their beginning at zero. One momentum with ω = 1 is AdamW. (Ma & Yarats, arXiv
-    1810.06801.)
+    1810.06801.) If a gradient, or the square of one, is not finite, the step is not taken: a momentum would keep it.
 
     Args:
         params: As for any optimizer.
@@ -67,6 +69,8 @@ class QuasiHyperbolicAdam(torch.optim.Optimizer):
             raise SettingsError(f"the shares of the momenta must not be negative, nor above 1 together: {shares}")
         self.momenta = tuple(momenta)
         self.beta = beta
+        self.taken = 0
+        """Steps that were taken."""
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -76,10 +80,12 @@ class QuasiHyperbolicAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+        due = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        due = [(parameter, group) for parameter, group in due if parameter.grad is not None]
+        if all(bool(torch.isfinite(parameter.grad * parameter.grad).all()) for parameter, _ in due):
+            self.taken += 1
+            for parameter, group in due:
+                self._update(parameter, parameter.grad, group)
         return loss
 
     def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -108,8 +114,9 @@ class MultiTimescaleOptimizer(Wrapper):
     slow ones carry what the others found through many local steps, and are averaged as seldom: by default each
     momentum, and the squares, in the first multiple of H from their half-life on.
 
-    All peers must start from the same values, and take the same number of steps. If an exchange fails, its exception
-    leaves `step`; the local step is done, and the next one tries again.
+    All peers must start from the same values, and call `step` equally often. If an exchange fails, its exception leaves
+    `step`; the local step is done, and the next one tries again. A step whose gradient is not finite is not taken, and
+    does not count; parameters that are not finite are replaced by the others'.
 
     Args:
         model: The model that the inner optimizer trains.
@@ -149,7 +156,9 @@ class MultiTimescaleOptimizer(Wrapper):
         """Inner steps."""
         self._names = [*(f"momentum {index}" for index in range(len(inner.momenta))), "second"]
         self._swarm, self._every = swarm, sync_every
+        self._adam, self._link, self._buffers = inner, Direct(swarm, self._flat), Buffers(model)
         self._due: list[str] = []
+        self._fresh = 0  # steps taken since the last average
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One inner step, and the averages that are due.
@@ -157,28 +166,34 @@ class MultiTimescaleOptimizer(Wrapper):
         Raises:
             ShoalError: An exchange failed; see the class.
         """
+        before = self._adam.taken
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.steps += 1
+        self._fresh += self._adam.taken - before
         for name, period in (("parameters", self._every), *zip(self._names, self.periods, strict=True)):
             if self.steps % period == 0 and name not in self._due:
                 self._due.append(name)
         if self._due:
-            self._average()
+            self._average(float(self._fresh * self._tokens_per_step))
         return loss
 
     def finish(self) -> None:
         """Ends the run: one mean of all peers' parameters."""
         self._due = ["parameters"]
-        self._average()
+        self._average(1.0)
 
-    def _average(self) -> None:
+    def _average(self, weight: float) -> None:
+        problem = self._buffers.average(self._link.gather, weight)
         values = torch.cat([self._read(name) for name in self._due])
-        sound = bool(torch.isfinite(values).all())
-        weight = float(self._every * self._tokens_per_step) if sound else 0.0
-        mean = carry_out(self._swarm, _mean(values if sound else torch.zeros_like(values), weight))
-        for name, part in zip(self._due, torch.split(mean, self._flat.length), strict=True):
-            self._write(name, part)
-        self._due = []
+        if not bool(torch.isfinite(values).all()):
+            values, weight = torch.zeros_like(values), 0.0
+        mean = carry_out(self._swarm, _mean(values, weight))
+        if mean is not None:
+            for name, part in zip(self._due, torch.split(mean, self._flat.length), strict=True):
+                self._write(name, part)
+        self._due, self._fresh = [], 0
+        if problem is not None:
+            raise problem
 
     def _read(self, name: str) -> torch.Tensor:
         if name == "parameters":
@@ -201,7 +216,10 @@ class MultiTimescaleOptimizer(Wrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dictionary; under "averages", where the run stands."""
-        return {**self.inner.state_dict(), "averages": {"steps": self.steps, "due": list(self._due)}}
+        return {
+            **self.inner.state_dict(),
+            "averages": {"steps": self.steps, "due": list(self._due), "fresh": self._fresh},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned.
@@ -211,14 +229,18 @@ class MultiTimescaleOptimizer(Wrapper):
         """
         if "averages" not in state_dict:
             raise SettingsError("the state dictionary is not one of an optimizer that averages its momenta")
+        saved = state_dict["averages"]
+        if unknown := {*saved["due"]} - {"parameters", *self._names}:
+            raise SettingsError(f"averages are due of {min(unknown)!r}, which this optimizer does not have")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "averages"})
         self._share_with_inner()
-        self.steps, self._due = state_dict["averages"]["steps"], list(state_dict["averages"]["due"])
+        self.steps, self._due, self._fresh = saved["steps"], list(saved["due"]), saved["fresh"]
 
 
-def _mean(values: torch.Tensor, weight: float) -> Mixing[torch.Tensor]:
+def _mean(values: torch.Tensor, weight: float) -> Mixing[torch.Tensor | None]:
+    """The peers' mean; None if nobody has anything."""
     reduced = yield AllReduce(values, weight)
     assert isinstance(reduced, Reduced)
     if reduced.mean.shape != values.shape:
         raise ProtocolError(f"the swarm's mean has {len(reduced.mean)} values, not {len(values)}")
-    return reduced.mean if reduced.contributors else values
+    return reduced.mean if reduced.contributors else None

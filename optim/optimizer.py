@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -24,9 +25,10 @@ from optim.shards import local
 from optim.slots import Mixed, Moment
 from optim.standing import Standing, foremost, standings
 from optim.state import OuterState
+from optim.warmup import Warmup
 from optim.wrapper import Wrapper
 from protocol.collective import Collective
-from protocol.errors import SettingsError
+from protocol.errors import ProtocolError, SettingsError, ShoalError
 
 
 class LowCommunicationOptimizer(Wrapper):
@@ -39,7 +41,8 @@ class LowCommunicationOptimizer(Wrapper):
     `welcome` for those who come later.
 
     Buffers of the model that belong to its state are averaged, whole numbers take the largest value, whenever the first
-    parameter is exchanged; if peers have outer states of their own, or do not wait for each other, in the end.
+    parameter is exchanged; if peers have outer states of their own, or do not wait for each other, in the end. If only
+    that fails, the exchange takes place all the same, and the exception leaves `step` when it is done, or on its way.
 
     If an exchange fails, its exception leaves `step`. By then the local step is done, and neither the local parameters
     nor the outer state have been touched: the exchange stays due, and the next `step` tries again with all the work
@@ -87,6 +90,8 @@ class LowCommunicationOptimizer(Wrapper):
         self._pending: Future[Mixed] | None = None  # the exchange that is under way in its thread
         self._thread: ThreadPoolExecutor | None = None
         self._wait: int | None = None  # inner steps from the beginning of the last exchange to the next
+        self._warmup = Warmup(self.learning_rate)
+        self._averaged = 0  # the exchange with which buffers were averaged last
 
     @property
     def outer(self) -> OuterState:
@@ -109,10 +114,12 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             ShoalError: The exchange failed; see the class.
         """
+        group = self.inner.param_groups[0]
+        self._warmup.sees(group)
         loss = self._local_step(closure)
         self._replica.stepped()
         if self._wait is None:
-            self._wait = self.recipe.policy.steps(self._moment())
+            self._wait = self.recipe.policy.steps(attrs.evolve(self._moment(), lr=self._warmup.after(group)))
         if self.local_steps >= min(self._wait, self.recipe.policy.delay) and self._ready():
             if self.local_steps >= self._wait:
                 self.synchronize()
@@ -149,9 +156,8 @@ class LowCommunicationOptimizer(Wrapper):
         with weight zero, and is healed by the others' result.
         """
         self._receive()
+        problem = self._average_buffers()  # before the exchange has changed anything
         waits, message = self._replica.waits, self._replica.begin(self._moment())
-        if self._averages_buffers and 0 in self._replica.fragment(message.round).places:
-            self._buffers.take(self._link.gather(self._buffers.block(message.weight), "buffers"))
         if waits:
             mixed = self._mix(message)
             self._replica.send(message)
@@ -163,16 +169,26 @@ class LowCommunicationOptimizer(Wrapper):
             self._replica.send(message)
         self._heal()
         self._wait = None
+        if problem is not None:
+            raise problem
 
     def _mix(self, message: Message) -> Mixed:
         fragment = self._replica.fragment(message.round)
         tag = tag_of(message.layout, self._flat.slices)
         return self._link.mix(self._replica.sender, message, fragment, tag)
 
-    @property
-    def _averages_buffers(self) -> bool:
-        """Whether buffers are averaged with exchanges: not if these do not wait for all peers."""
-        return bool(self._buffers) and self.recipe.shared and not self.recipe.late
+    def _average_buffers(self) -> ShoalError | None:
+        """Averages buffers, once for an exchange that they go with, however often that is tried.
+
+        None do if exchanges do not wait for all peers. Returns why it failed.
+        """
+        due = self._replica.begun + 1
+        fragment = self._replica.fragment(due)
+        if not self.recipe.shared or self.recipe.late or 0 not in fragment.places or due == self._averaged:
+            return None
+        problem = self._buffers.average(self._link.gather, self._replica.weight(fragment))
+        self._averaged = due if problem is None else 0
+        return problem
 
     def welcome(self) -> int:
         """Lets peers that have just come, or have missed an exchange, go on from the outer state of the others.
@@ -187,6 +203,7 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             SettingsError: With this method peers are at different exchanges, and may still get those that they missed;
                 or they have something in common that is no part of the state.
+            ProtocolError: The others' state is not finite.
             ShoalError: It failed, and may be called again.
         """
         if self.recipe.late:
@@ -194,14 +211,19 @@ class LowCommunicationOptimizer(Wrapper):
         if isinstance(self.recipe.mixer, LowRankMean):
             raise SettingsError("factors of low rank are no part of the state: nobody can come to such a run later")
         if self._replica.flying:
-            self._land()
-        ours = Standing(self.rounds, self._replica.begun, self._replica.history, secrets.token_bytes(8))
+            self._receive()
+            self._replica.settle(self._moment())
+            self._heal()
+        replica, nonce = self._replica, secrets.token_bytes(8)
+        ours = Standing(replica.rounds, replica.begun, replica.history, nonce, warm=self._warmup.over)
         told = standings(self._link.gather(ours.pack(), "welcome").values())
         source = foremost(told)
         if any(self._is_behind(theirs, source) for theirs in told):
             names = sorted(self.outer.buffers)
             state = torch.cat([self.outer.parameters, *(self.outer.buffers[name] for name in names)])
             state = self._link.broadcast(state, "state", ours=source == ours)
+            if not self._link.all(bool(torch.isfinite(state).all())):
+                raise ProtocolError("the state that the others go on from is not finite")
             if self._is_behind(ours, source):
                 parameters, *buffers = torch.split(state, self._flat.length)
                 self._restart(OuterState(parameters, dict(zip(names, buffers, strict=True))), source)
@@ -221,11 +243,11 @@ class LowCommunicationOptimizer(Wrapper):
         if self.recipe.late:
             self._catch_up()
         parameters = self._link.finish(self.recipe.finalizer, self.outer.parameters)
-        if self._buffers:
-            self._buffers.take(self._link.gather(self._buffers.block(1.0), "buffers"))
         self._replica.outer = OuterState(parameters, self.outer.buffers)
         self._flat.write(parameters)
         self.close()
+        if (problem := self._buffers.average(self._link.gather, 1.0)) is not None:
+            raise problem
 
     def _catch_up(self) -> None:
         """Gets what others have made without us, when nobody makes anything more: with an exchange of nothing."""
@@ -250,10 +272,12 @@ class LowCommunicationOptimizer(Wrapper):
         return not peer.agrees(source) and (self.recipe.shared or peer.rounds == 0)
 
     def _restart(self, outer: OuterState, source: Standing) -> None:
-        """Goes on from a state that others have, with what was done since our last exchange."""
-        drift = self._replica.drift if self.local_steps else None
-        self._replica.restart(outer, source.begun, drift)
+        """Goes on from a state that others have, with what we have not exchanged yet, if that is any good."""
+        drift = self._replica.drift
+        sound = self._link.all(bool(torch.isfinite(drift).all()))
+        self._replica.restart(outer, source.begun, drift if sound else None)
         self._replica.rounds, self._replica.history = source.rounds, source.history
+        self._warmup.over = source.warm
         self._replica.sender.forget()  # what was left out belongs to the state that is given up
         self._wait = None
 
@@ -288,19 +312,22 @@ class LowCommunicationOptimizer(Wrapper):
         """
         if self._pending is not None and self._pending.exception() is None:
             self._receive()
-        return {**self.inner.state_dict(), "outer": self._replica.state_dict()}
+        warmup = attrs.asdict(self._warmup)
+        return {**self.inner.state_dict(), "outer": {**self._replica.state_dict(), "warmup": warmup}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. The model's own values are restored by the model's `load_state_dict`.
 
         Raises:
-            SettingsError: The dictionary has no outer state, or one of another model or recipe.
+            SettingsError: The dictionary has no outer state, or one of another model or recipe, or a damaged one.
         """
         if "outer" not in state_dict:
             raise SettingsError(
                 "the state dictionary has no outer state", hint="load a plain optimizer's state into `optimizer.inner`"
             )
         saved = state_dict["outer"]
+        if lacking := {"parameters", "buffers", "warmup"} - saved.keys():
+            raise SettingsError(f"the saved outer state has no {min(lacking)!r}")
         outer = OuterState(_flat(saved["parameters"]), {key: _flat(value) for key, value in saved["buffers"].items()})
         if outer.parameters.shape != (self._flat.length,):
             raise SettingsError(f"saved are {outer.parameters.numel()} values, but the model has {self._flat.length}")
@@ -308,10 +335,12 @@ class LowCommunicationOptimizer(Wrapper):
             key: value.shape for key, value in self.outer.buffers.items()
         }:
             raise SettingsError("the saved outer state belongs to another recipe")
+        if not all(bool(torch.isfinite(values).all()) for values in (outer.parameters, *outer.buffers.values())):
+            raise SettingsError("the saved outer state is not finite")
+        self._replica.load_state_dict(saved, outer)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
         self._share_with_inner()
-        self._wait, self._pending = None, None
-        self._replica.load_state_dict(saved, outer)
+        self._wait, self._pending, self._warmup = None, None, Warmup(**saved["warmup"])
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,8 @@ class FixedSteps:
 class QuadraticSteps:
     """The quadratic synchronisation rule: H = max(H₀, ⌊(α/η)²⌋), so that exchanges get rarer as η decays.
 
-    η is the learning rate of the whole run's schedule, the same at all peers. (Gu et al., arXiv 2310.14423.)
+    η is the learning rate of the whole run's schedule, the same at all peers. While it warms up it is that after the
+    warm-up: from a rate next to zero, no exchange would ever follow. (Gu et al., arXiv 2310.14423.)
     """
 
     base: int = attrs.field(validator=ge(1))

@@ -18,13 +18,16 @@ import attrs
 import torch
 
 from optim.flat import FlatParameters, Selection, select
+from optim.memory import checked, heard, joined_memory, numbers, split_memory, told
 from optim.merges import Carry
 from optim.recipe import Recipe
 from optim.sender import Message, Sender
-from optim.slots import Local, Mixed, Moment, Work
+from optim.slots import Layout, Local, Mixed, Moment, Work
 from optim.standing import told_of
 from optim.state import OuterState
+from protocol.errors import SettingsError
 from protocol.identity import PeerId
+from protocol.plan import MAX_WEIGHT
 
 
 @attrs.define(eq=False)
@@ -184,14 +187,38 @@ class Replica:
         Args:
             outer: The state.
             begun: Exchanges that led to it.
-            drift: By how much the local parameters already differ from it, after `local_steps` steps; None: not at all.
+            drift: By how much the local parameters already differ from it, for what has not been exchanged yet; None:
+                not at all.
         """
-        anchor = self._flat.rounded(outer.parameters)
-        self._flat.write(outer.parameters if drift is None else anchor + drift)
+        if drift is None:
+            self._flat.write(outer.parameters)
+            self.local_steps, self._done, self._taken = 0, 0, {}
+        else:
+            self._flat.write(self._flat.rounded(outer.parameters) + drift)
         self.outer, self.begun = outer, begun
-        self.local_steps = 0 if drift is None else self.local_steps
-        self._done, self._taken, self._flight = self.local_steps, {}, None
-        self._share, self._load = None, 1.0
+        self._flight, self._share, self._load = None, None, 1.0
+
+    def start_over(self, moment: Moment) -> None:
+        """Gives up what was done since the last exchange began: it is no good. A result that is here is applied."""
+        if self._flight is not None and self._flight.mixed is not None:
+            self.land(moment, self._unmoved(self._flight.message))
+        self._flat.write(self.outer.parameters)
+        self.local_steps, self._done, self._taken, self._flight = 0, 0, {}, None
+
+    def settle(self, moment: Moment) -> None:
+        """Applies the result that has arrived, before its time. What was done meanwhile is still to be exchanged."""
+        flight = self._flight
+        assert flight is not None
+        if flight.kept:  # it is blended in as it would be later
+            self.land(moment)
+            return
+        drift = self.drift
+        self.land(moment, self._unmoved(flight.message))
+        self._flat.write(self._flat.rounded(self.outer.parameters) + drift)
+
+    def _unmoved(self, sent: Message) -> torch.Tensor:
+        """What we would exchange now if nothing had been done since that was sent."""
+        return sent.taken if self.recipe.payload.settled else torch.zeros_like(sent.taken)
 
     @property
     def drift(self) -> torch.Tensor:
@@ -246,15 +273,24 @@ class Replica:
         self.outer = outer
 
     def _prepare(self, fragment: Selection, lr: float) -> Message:
-        anchor = self._flat.rounded(self.outer.parameters)
-        local = Local(
+        return self.sender.prepare(self._local(fragment, lr), self._work(fragment), fragment.layout, self.begun + 1)
+
+    def _local(self, fragment: Selection, lr: float) -> Local:
+        return Local(
             state=_part(self.outer, fragment),
-            anchor=fragment.take(anchor),
+            anchor=fragment.take(self._flat.rounded(self.outer.parameters)),
             inner=fragment.take(self._flat.read()),
             lr=lr,
         )
+
+    def weight(self, fragment: Selection) -> float:
+        """What we would count if a fragment were exchanged now, and our values are sound."""
+        return self.recipe.weighting.weight(self._work(fragment))
+
+    def _work(self, fragment: Selection) -> Work:
+        """What was done since a fragment was exchanged last."""
         steps = self._done - self._taken.get(fragment, 0)
-        return self.sender.prepare(local, Work(steps, steps * self._tokens_per_step), fragment.layout, self.begun + 1)
+        return Work(steps, steps * self._tokens_per_step)
 
     def turns(self, moment: Moment) -> Iterator[Message]:
         """What to send, once for each fragment, to get what others have made of it without bringing anything."""
@@ -314,56 +350,87 @@ class Replica:
 
         Where all peers have one outer state, that is what exchanges have left out; else also what is not applied yet.
         """
-        memory = self.sender.state_dict()
-        own = {f"memory.{name}\n{key}": values for key, kept in memory.items() for name, values in kept.items()}
+        own = joined_memory(self.sender.state_dict())
+        if self._load != 1.0:
+            own["load"] = torch.tensor(self._load, dtype=torch.float64)
         if self.recipe.shared or self._share is None:
             return own
         own["share"] = torch.tensor(self._share, dtype=torch.float64)
         if self._flight is not None and self._flight.mixed is not None:
-            message, mixed = self._flight.message, self._flight.mixed
-            numbers = torch.tensor([message.round, message.weight, mixed.share], dtype=torch.float64)
-            flight = {"taken": message.taken, "values": message.values, "mean": mixed.mean, "own": mixed.own}
-            # Copies, as they may be the same tensors.
-            own |= {f"flight.{name}": values.clone() for name, values in {**flight, "numbers": numbers}.items()}
+            message = self._flight.message
+            own["flight.taken"], own["flight.values"] = message.taken.clone(), message.values.clone()
+            own["flight.message"] = torch.tensor([message.round, message.weight], dtype=torch.float64)
+            own |= told(self._flight.mixed, "flight.")
         return own
 
     def load_own_state(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Takes back what `own_state` returned."""
-        memory: dict[str, dict[str, torch.Tensor]] = {}
-        for name in own:
-            if name.startswith("memory."):
-                kept, _, key = name.removeprefix("memory.").partition("\n")
-                memory.setdefault(key, {})[kept] = own[name]
-        self.sender.load_state_dict(memory)
-        self._share = float(own["share"]) if "share" in own else None
-        if "flight.numbers" in own:
-            number, weight, share = own["flight.numbers"].tolist()
-            mixed = {"mean": own["flight.mean"], "own": own["flight.own"], "share": share}
-            self._flight = self._saved_flight(
-                {
-                    "taken": own["flight.taken"],
-                    "values": own["flight.values"],
-                    "weight": weight,
-                    "round": int(number),
-                    "steps": 0,
-                    "kept": False,  # the local parameters were not saved
-                    "mixed": mixed,
-                }
-            )
+        """Takes back what `own_state` returned.
+
+        Raises:
+            SettingsError: It belongs to another model or method, or is damaged.
+        """
+        left = dict(own)
+        self.sender.load_state_dict(split_memory(left), self._fragments())
+        load, share = left.pop("load", None), left.pop("share", None)
+        self._load = 1.0 if load is None else numbers("the load", load, (0.0, 1.0))[0]
+        self._share = None if share is None else numbers("our share", share, (0.0, 1.0))[0]
+        if "flight.message" in left:
+            sent = left.pop("flight.message")
+            _, weight = numbers("flight.message", sent, (self.begun, self.begun), (0.0, MAX_WEIGHT))
+            self._flight = self._loaded_flight(left, weight)
+        if left:
+            raise SettingsError(f"{min(left)!r} is nothing that this method remembers")
+
+    def _loaded_flight(self, own: dict[str, torch.Tensor], weight: float) -> _Flight:
+        """The exchange that was sent last; taken out of what was saved."""
+        fragment = self.fragment(self.begun)
+        length = len(self.recipe.payload.take(self._local(fragment, 0.0), {})[0])
+        message = Message(
+            taken=checked("flight.taken", own.pop("flight.taken", None), (length,)),
+            values=checked("flight.values", own.pop("flight.values", None), (length,)),
+            weight=weight,
+            memory={},
+            layout=fragment.layout,
+            round=self.begun,
+            steps=0,
+        )
+        return _Flight(message, kept=False, mixed=heard(own, "flight.", length))  # the local parameters were not saved
+
+    def _fragments(self) -> Iterator[tuple[Local, Layout, Layout]]:
+        """Of each fragment what would be exchanged now, its layout here, and that of all of it."""
+        seen: set[Selection] = set()
+        while (fragment := self.fragment(len(seen) + 1)) not in seen:
+            seen.add(fragment)
+            yield self._local(fragment, 0.0), fragment.layout, select(self._flat.whole, fragment.places).layout
 
     def load_state_dict(self, saved: Mapping[str, Any], outer: OuterState) -> None:
-        """Takes back what `state_dict` returned, with its outer state."""
+        """Takes back what `state_dict` returned, with its outer state.
+
+        Raises:
+            SettingsError: It belongs to another model or method, or is damaged.
+        """
+        if lacking := {"memory", "taken", "begun", "rounds", "local_steps", "share", "load", "history"} - saved.keys():
+            raise SettingsError(f"the saved outer state has no {min(lacking)!r}")
         self.outer, self.rounds, self.local_steps = outer, saved["rounds"], saved["local_steps"]
         self.begun, self._done, self._share = saved["begun"], 0, saved["share"]
         self._load, self.history = saved["load"], bytes.fromhex(saved["history"])
         self._taken = {select(self._flat.slices, places): done for places, done in saved["taken"]}
-        self.sender.load_state_dict(saved["memory"])
+        self.sender.load_state_dict(saved["memory"], self._fragments())
         self._flight = self._saved_flight(saved["flight"]) if "flight" in saved else None
 
     def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
-        fields = {key: saved[key] for key in ("taken", "values", "weight", "round", "steps")}
-        message = Message(**fields, memory={}, layout=self.fragment(saved["round"]).layout)
-        return _Flight(message, saved["kept"], mixed=_loaded(saved["mixed"]))
+        fragment = self.fragment(saved["round"])
+        length = len(self.recipe.payload.take(self._local(fragment, 0.0), {})[0])
+        message = Message(
+            taken=checked("what was sent", saved["taken"], (length,)),
+            values=checked("what was sent", saved["values"], (length,)),
+            weight=saved["weight"],
+            memory={},
+            layout=fragment.layout,
+            round=saved["round"],
+            steps=saved["steps"],
+        )
+        return _Flight(message, saved["kept"], mixed=_loaded(saved["mixed"], length))
 
 
 def _saved(mixed: Mixed) -> dict[str, Any]:
@@ -378,14 +445,14 @@ def _saved(mixed: Mixed) -> dict[str, Any]:
     }
 
 
-def _loaded(saved: Mapping[str, Any]) -> Mixed:
+def _loaded(saved: Mapping[str, Any], length: int) -> Mixed:
     return Mixed(
-        mean=saved["mean"],
-        own=saved["own"],
+        mean=checked("a result that is not applied yet", saved["mean"], (length,)),
+        own=checked("our part of a result", saved["own"], (length,)),
         share=saved["share"],
-        load=saved.get("load", 1.0),
-        members=tuple(PeerId(bytes.fromhex(member)) for member in saved.get("members", ())),
-        missed=tuple(_loaded(each) for each in saved.get("missed", ())),
+        load=saved["load"],
+        members=tuple(PeerId(bytes.fromhex(member)) for member in saved["members"]),
+        missed=tuple(_loaded(each, length) for each in saved["missed"]),
     )
 
 

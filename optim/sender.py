@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TypeVar
 
 import attrs
 import torch
 
+from optim.memory import checked_memory
 from optim.recipe import GradientRecipe, Recipe
 from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Mixing, Operation, Work
 from protocol.collective import Collective, Outcome
+from protocol.errors import SettingsError
 
 _T = TypeVar("_T")
 
@@ -75,9 +77,25 @@ class Sender:
         """What is remembered, by fragment."""
         return {"\n".join(key): dict(memory) for key, memory in self._memory.items()}
 
-    def load_state_dict(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Takes back what `state_dict` returned."""
-        self._memory = {tuple(key.split("\n")): dict(memory) for key, memory in saved.items()}
+    def load_state_dict(
+        self, saved: Mapping[str, Mapping[str, object]], fragments: Iterable[tuple[Local, Layout, Layout]]
+    ) -> None:
+        """Takes back what `state_dict` returned.
+
+        Args:
+            saved: That.
+            fragments: Of each what would be exchanged now, its layout here, and that of all of it.
+
+        Raises:
+            SettingsError: It belongs to another model or method, or is damaged.
+        """
+        known = {_key(layout): (local, whole) for local, layout, whole in fragments}
+        memory: dict[tuple[str, ...], Memory] = {}
+        for key, kept in saved.items():
+            if (names := tuple(key.split("\n"))) not in known:
+                raise SettingsError("something was remembered of tensors that are not exchanged together")
+            memory[names] = checked_memory(self._recipe, kept, *known[names])
+        self._memory = memory
 
 
 def _key(layout: Layout) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from optim.buffers import Buffers
+from optim.machine import Direct
 from optim.sender import carry_out
 from optim.slots import Gather, Mixing
 from optim.wrapper import Wrapper
@@ -26,7 +28,7 @@ class SpsaOptimizer(Wrapper):
     Each peer draws a direction z of ±1 from a seed and measures ρ = (L(θ + ε·z) − L(θ − ε·z)) / 2ε. It tells the seed
     and ρ, nine bytes; everybody makes all directions again and gives the inner optimizer (plain SGD) the mean of ρ·z
     for a gradient. There is no backward pass, and memory for none. All peers must start from the same values, and have
-    the same inner optimizer.
+    the same inner optimizer. Buffers that the model changes by itself stay each peer's own until `finish`.
 
     Args:
         model: The model that the inner optimizer trains.
@@ -57,6 +59,7 @@ class SpsaOptimizer(Wrapper):
         self.rounds = 0
         """Exchanges that succeeded."""
         self._swarm, self._epsilon = swarm, epsilon
+        self._link, self._buffers = Direct(swarm, self._flat), Buffers(model)
         self._seeds = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -86,6 +89,15 @@ class SpsaOptimizer(Wrapper):
         self.rounds += 1
         self.inner.step()
         return (ahead + behind) / 2
+
+    def finish(self) -> None:
+        """Ends the run: all peers have the same parameters already, and get the mean of their buffers.
+
+        Raises:
+            ShoalError: That failed; it may be called again.
+        """
+        if (problem := self._buffers.average(self._link.gather, 1.0)) is not None:
+            raise problem
 
     def _mix(self, seed: int, steepness: float) -> Mixing[torch.Tensor]:
         block = _MESSAGE.pack(seed, _code(steepness)) if math.isfinite(steepness) else None

@@ -12,7 +12,7 @@ import attrs
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 
-_FORM = struct.Struct("<QQ16s8s")
+_FORM = struct.Struct("<QQ16s8s?")
 
 
 @attrs.frozen
@@ -26,6 +26,8 @@ class Standing:
     """Digest of who contributed to each of them, 16 bytes: the same at peers that have the same outer state."""
     nonce: bytes
     """Random, 8 bytes: tells peers apart that stand the same."""
+    warm: bool = False
+    """Whether its learning rate has risen to its peak."""
 
     def pack(self) -> bytes:
         """As a block."""

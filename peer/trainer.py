@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optim.flat import FlatParameters
+from optim.memory import checked
 from optim.mixers import GatheredMean
 from optim.recipe import Recipe
 from optim.regularizers import Free
@@ -151,13 +152,12 @@ class Trainer:
         replica = self._replica
         if replica.flying and not replica.has_arrived:
             replica.recall()
-        ours = state is self._state and replica.begun == revision - 1
-        if not ours or not self._finite:
+        if state is not self._state or replica.begun != revision - 1:
             replica.restart(state, revision - 1, replica.drift if self._carries else None)
-            self._finite = True
-        if not ours:
             replica.sender.forget()
-        self._state, self._carries = state, False
+        elif not self._finite:
+            replica.start_over(self._moment(revision))
+        self._state, self._carries, self._finite = state, False, True
         self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
 
     def carry_over(self) -> None:
@@ -234,7 +234,11 @@ class Trainer:
         return self._committed(state, _answered(self._asking, outcome), revision)
 
     def commit_missed(self, state: OuterState, reduced: Reduced, revision: int) -> OuterState:
-        """The same of a round whose result others have made without us, after our contribution to it."""
+        """The same of a round whose result we have only heard of, after our contribution to it.
+
+        As a rule others have made it without us. But if our line broke when they had all of what we brought, that is
+        part of the result, and must not come once more with the next one.
+        """
         replica, message = self._replica, self._message
         if self.schedule.is_last_exchange(revision):
             return self.commit(state, reduced, revision)
@@ -243,7 +247,9 @@ class Trainer:
             replica.skip()
             self._state = replica.outer
             return self._state
-        outcome = gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
+        outcome: Outcome = gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
+        if reduced.plan.includes(self._peer_id):
+            return self.commit(state, attrs.evolve(outcome, counted=True), revision)
         mixing = replica.sender.mix(attrs.evolve(message, weight=0.0))
         next(mixing)
         return self._committed(state, _answered(mixing, outcome), revision)
@@ -302,14 +308,15 @@ class Trainer:
         """Takes back what `inner_state` returned; nothing stands for zero moments.
 
         Raises:
-            SettingsError: It belongs to another model or optimizer.
+            SettingsError: It belongs to another model or optimizer, or is damaged.
         """
         if not saved:
             self._optimizer.state.clear()
             return
         if saved.keys() != {*MOMENTS, "step"}:
             raise SettingsError(f"the inner optimizer's state has {sorted(saved)}, not {sorted({*MOMENTS, 'step'})}")
-        moments = {key: self.flat.scatter(saved[key]) for key in MOMENTS}
+        moments = {key: self.flat.scatter(checked(f"the saved {key}", saved[key])) for key in MOMENTS}
+        checked("the saved number of steps", saved["step"], ())
         for place, parameter in self.flat.parameters():
             # AdamW's fused kernel wants the step count beside the parameter.
             state = {key: named[place.name].to(parameter, copy=True) for key, named in moments.items()}
@@ -323,7 +330,7 @@ class Trainer:
         """Goes on from a checkpoint of ours: from the state of a revision, with what `own_state` returned then.
 
         Raises:
-            SettingsError: It belongs to another method.
+            SettingsError: It belongs to another model or method, or is damaged.
         """
         self._replica.restart(state, revision)
         self._replica.load_own_state(own)

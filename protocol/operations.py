@@ -24,7 +24,7 @@ from protocol.rounds import Rounds
 from protocol.swap import Swap
 from protocol.transfer import IN_WORKER
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Outcome)
 Group = Collection[PeerId] | None
 
 
@@ -121,12 +121,16 @@ class AsyncCollective:
         missed: list[Reduced] = []
         if window is not None:
             missed = self._missed.setdefault((tag, None if group is None else frozenset(group)), missed)
+        known = len(missed)  # results of before this operation, which do not have its values
 
         async def act(rounds: Rounds, number: int) -> Reduced:
-            vector = await _flat(values)
-            reduced = await rounds.all_reduce(number, vector, weight)
-            if window is not None and weight > 0 and self._peer not in reduced.members:
-                raise Behind(self._peer, number)  # the result is kept here
+            if len(missed) > known and missed[-1].plan.includes(self._peer):
+                reduced = attrs.evolve(missed.pop(), counted=True)  # our line broke when all had what we bring
+            else:
+                vector = await _flat(values)
+                reduced = await rounds.all_reduce(number, vector, weight)
+                if window is not None and weight > 0 and self._peer not in reduced.members:
+                    raise Behind(self._peer, number)  # the result is kept here
             earlier = tuple(missed)
             missed.clear()
             return attrs.evolve(reduced, shapes=shapes_of(values), missed=earlier)
@@ -226,7 +230,7 @@ async def _carry_out(
         except Fork:  # there are no states here: somebody lies, and is passed over from now on
             await trio.lowlevel.checkpoint()
         else:
-            rounds.committed(number, NO_DIGEST)
+            rounds.committed(outcome.number, NO_DIGEST)
             return outcome
 
 

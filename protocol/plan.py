@@ -313,6 +313,11 @@ class Plan:
         """The members whose values count, but for salvaged parts."""
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
 
+    def includes(self, peer: PeerId) -> bool:
+        """Whether most of the result has a peer's values in it: salvaged parts may have other peers' than the rest."""
+        parts = [part for part in self.parts if dict(zip(part.members, part.weights, strict=True)).get(peer)]
+        return 2 * sum(part.stop - part.start for part in parts) > self.length
+
     @property
     def contributions(self) -> tuple[SignedWeight, ...]:
         """What the contributors have signed. There is a signature of each, or the plan has not been accepted."""

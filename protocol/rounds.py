@@ -249,7 +249,7 @@ class Rounds:
         try:
             work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
             reduced = await self._take_part(work)
-            counted = self._endpoint.peer_id in reduced.contributors
+            counted = reduced.plan.includes(self._endpoint.peer_id)
         finally:
             self._contributor.finished(counted=counted)
         return attrs.evolve(reduced, counted=counted)

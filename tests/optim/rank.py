@@ -22,8 +22,9 @@ from optim import GradientOptimizer, LowCommunicationOptimizer, Machine, gradien
 from optim.flat import unwrapped
 from optim.methods import GRADIENT_RECIPES
 from optim.shards import local
-from protocol.errors import PeerGone, SettingsError, ShoalError
+from protocol.errors import SettingsError, ShoalError
 from protocol.standalone import join_collective
+from tests.optim.replicas import Flaky
 from tests.optim.toys import batches, make_model, train
 
 
@@ -128,17 +129,8 @@ def late(spec, machine):
 def fail(swarm):
     """An exchange of the first process fails once: it does in all, and is made up for."""
 
-    class Flaky:
-        failed = False
-
-        def all_reduce(self, *arguments, **options):
-            if not self.failed:
-                self.failed = True
-                raise PeerGone("all are gone")
-            return swarm.all_reduce(*arguments, **options)
-
     model = prepared("fsdp")
-    optimizer = optimizer_of(model, Machine(swarm and Flaky()), "diloco", {"inner_steps": 2})
+    optimizer = optimizer_of(model, Machine(swarm and Flaky(swarm)), "diloco", {"inner_steps": 2})
     before = optimizer.outer.parameters
     try:
         train(model, optimizer, batches(0, 2))

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from optim import LocalSwarm, LowCommunicationOptimizer, recipe
+from protocol.errors import PeerGone
 from tests.optim.toys import adamw, batches, make_model, train, values_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -24,6 +25,24 @@ def run(method, size, steps, *, finish=True, inner=adamw, **constants):
         return values_of(model)
 
     return swarm.run(replica), swarm
+
+
+class Flaky:
+    """A peer of which some operations of one kind fail: by default the first one."""
+
+    def __init__(self, peer, operation="all_reduce", failing=(1,)):
+        self._peer, self._operation, self._failing = peer, operation, failing
+        self.brought = []
+        """What these operations were asked for: values and weight, or a block."""
+
+    def __getattr__(self, name):
+        return self._flaky if name == self._operation else getattr(self._peer, name)
+
+    def _flaky(self, *brought, **options):
+        self.brought.append(brought)
+        if len(self.brought) in self._failing:
+            raise PeerGone("all are gone")
+        return getattr(self._peer, self._operation)(*brought, **options)
 
 
 class Replica:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from optim.compressors import Signs, Ternary, TopChunks, length_of
 from optim.dct import dct_basis, divisor
-from optim.exact import orthonormal, outer_product, tree_sum
+from optim.exact import mean_and_variance, orthonormal, outer_product, tree_sum
 from optim.feedback import ErrorFeedback, Forget
 from optim.flat import Slice, select
 
@@ -152,6 +152,21 @@ def test_exact_sums_and_products_are_sums_and_products(rows, columns, seed):
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(tree_sum(matrix), matrix.sum(0), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(outer_product(matrix, matrix), matrix @ matrix.T, rtol=1e-4, atol=1e-5)
+
+
+def test_a_variance_does_not_depend_on_the_number_of_threads():
+    threads, found = torch.get_num_threads(), set()
+    values = torch.randn(999, 777, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            found.add(mean_and_variance(values))
+    finally:
+        torch.set_num_threads(threads)
+    ((mean, variance),) = found
+    assert mean == pytest.approx(float(values.double().mean()))
+    assert variance == pytest.approx(float(values.double().var(correction=0)))
+    assert mean_and_variance(torch.empty(0, 3)) == (0.0, 0.0)
 
 
 def test_columns_become_orthonormal_and_what_depends_on_others_vanishes():

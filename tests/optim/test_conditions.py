@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from optim import DiLoCo, LocalSwarm, LowCommunicationOptimizer, recipe
+from optim import (
+    DiLoCo,
+    GradientOptimizer,
+    LocalSwarm,
+    LowCommunicationOptimizer,
+    gradient_recipe,
+    recipe,
+)
+from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
+from optim.spsa import SpsaOptimizer
 from protocol.channels import ChannelSettings
 from protocol.coordinator import RoundTimes
-from protocol.errors import RoundAborted
+from protocol.errors import PeerGone, ProtocolError, RoundAborted
 from protocol.standalone import join_collective
+from tests.optim.replicas import Flaky
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 
@@ -203,6 +213,92 @@ def test_statistics_that_are_not_finite_or_do_not_fit_do_not_count():
         assert variance.tolist() == [2.0] * 4
 
 
+def step_through(optimizer, count):
+    """The numbers of the steps that an exception has left."""
+    failed = []
+    for step in range(count):
+        try:
+            optimizer.step()
+        except PeerGone:
+            failed.append(step)
+    return failed
+
+
+@pytest.mark.parametrize("method", ["diloco", "delayed"])
+def test_an_exchange_takes_place_without_the_buffers_if_these_fail(alone, method):
+    def run(swarm):
+        model = Normed()
+        optimizer = LowCommunicationOptimizer(model, moving(model), swarm, recipe(method, inner_steps=2))
+        failed = step_through(optimizer, 6)
+        optimizer.finish()
+        return values_of(model), failed
+
+    values, failed = run(Flaky(alone, "gather"))
+    assert failed == [1]
+    expected, none = run(alone)
+    assert none == []
+    assert torch.equal(values, expected)
+    assert alone.weights == [2.0] * 6
+
+
+def test_a_run_ends_with_its_parameters_also_if_its_buffers_fail(alone):
+    model = Normed()
+    optimizer = LowCommunicationOptimizer(model, moving(model), Flaky(alone, "gather"), recipe("eager", inner_steps=2))
+    step_through(optimizer, 5)
+    with pytest.raises(PeerGone):
+        optimizer.finish()
+    assert torch.equal(values_of(model), optimizer.outer.parameters)
+    optimizer.finish()
+
+
+def test_buffers_are_averaged_once_for_an_exchange_that_is_tried_again(alone):
+    model, gathers = Normed(), Flaky(alone, "gather", failing=())
+    optimizer = DiLoCo(model, moving(model), Flaky(gathers, failing=(1, 2)), sync_every=2)
+    assert step_through(optimizer, 8) == [1, 2]
+    assert optimizer.rounds == 3
+    assert len(gathers.brought) == 3
+
+
+def moving(model):
+    """An inner optimizer whose steps all change something."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "momenta", "perturbation"])
+def test_statistics_are_averaged_whatever_the_optimizer_is(kind):
+    def replica(peer, index):
+        model = Normed()
+        inner = moving(model)
+        if kind == "gradient":
+            optimizer = GradientOptimizer(model, inner, Flaky(peer, "gather"), gradient_recipe("data-parallel"))
+        elif kind == "momenta":
+            adam = QuasiHyperbolicAdam(model.parameters())
+            optimizer = MultiTimescaleOptimizer(model, adam, Flaky(peer, "gather"), sync_every=1)
+        else:
+            optimizer = SpsaOptimizer(model, inner, Flaky(peer, "gather", failing=(3,)), seed=index)
+        with torch.no_grad():
+            model.norm.running_mean.fill_(float(index))
+            model.norm.num_batches_tracked.fill_(10 * index)
+        for step in range(2):
+            if kind == "perturbation":
+                optimizer.step(lambda: 1.0)
+                continue
+            with pytest.raises(PeerGone) if step == 0 else contextlib.nullcontext():
+                optimizer.step()
+            assert model.norm.num_batches_tracked.item() == (10 if step else 10 * index)
+        if kind == "perturbation":
+            with pytest.raises(PeerGone):
+                optimizer.finish()
+            optimizer.finish()
+        assert model.norm.running_mean.tolist() == [0.5] * 4
+        return values_of(model)
+
+    one, other = indexed(LocalSwarm(2), replica)
+    assert torch.equal(one, other)
+
+
 def test_frozen_parameters_and_groups_with_rates_of_their_own():
     def replica(peer, index):
         model = make_model()
@@ -333,6 +429,64 @@ def test_in_a_notebook_whose_event_loop_runs():
         return torch.equal(one, other)
 
     assert asyncio.run(cell())
+
+
+@pytest.mark.parametrize("method", ["delayed", "eager", "co2"])
+def test_what_was_done_while_a_result_was_on_its_way_is_not_lost_when_others_are_welcomed(method):
+    """Local steps went on from the outer parameters, and are what the next exchange brings, newcomers or not."""
+
+    def replica(peer, index):
+        model, swarm = make_model(), Flaky(peer, failing=())
+        optimizer = LowCommunicationOptimizer(model, adamw(model), swarm, recipe(method, inner_steps=4))
+        train(model, optimizer, batches(index, 10))
+        before = values_of(model) - optimizer.outer.parameters
+        optimizer.welcome()
+        torch.testing.assert_close(values_of(model) - optimizer.outer.parameters, before)
+        train(model, optimizer, batches(index + 2, 2))
+        optimizer.close()
+        brought, weight = swarm.brought[-1]
+        assert weight == 4.0
+        assert torch.allclose(brought, -before, atol=0.03)
+        return optimizer.rounds
+
+    assert indexed(LocalSwarm(2), replica) == [2, 2]
+
+
+def test_work_that_waits_for_its_fragments_turn_comes_along_to_anothers_state():
+    """A peer has missed an exchange: what it takes over is the state, with all that it has not exchanged yet."""
+    swarm = LocalSwarm(2)
+
+    def replica(peer, index):
+        model, line = make_model(), Flaky(peer, failing=())
+        method = recipe("streaming", inner_steps=4, fragments=2, delay=0, alpha=0.0)
+        optimizer = LowCommunicationOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), line, method)
+        train(model, optimizer, batches(index, 4))
+        if index:  # as if another had not been there
+            optimizer._replica.history = bytes(16)
+            optimizer._replica.rounds = 0
+        drift = values_of(model) - optimizer.outer.parameters
+        assert drift.any()
+        optimizer.welcome()
+        torch.testing.assert_close(values_of(model) - optimizer.outer.parameters, drift)
+        train(model, optimizer, batches(index, 2))
+        return line.brought[-1][1]
+
+    assert indexed(swarm, replica) == [6.0, 6.0]
+
+
+def test_a_state_that_is_not_finite_is_not_taken():
+    def replica(peer, index):
+        model = make_model()
+        optimizer = DiLoCo(model, adamw(model), peer, sync_every=2)
+        if index == 0:
+            train(model, optimizer, batches(index, 1))
+            optimizer._replica.rounds = 1
+            optimizer._replica.outer.parameters[0] = float("nan")
+        with pytest.raises(ProtocolError, match="not finite"):
+            optimizer.welcome()
+        return optimizer.rounds
+
+    assert indexed(LocalSwarm(2), replica) == [1, 0]
 
 
 def test_newcomers_and_peers_that_missed_an_exchange_go_on_with_the_others():

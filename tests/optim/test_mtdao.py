@@ -7,9 +7,9 @@ from torch import nn
 from optim import LocalSwarm
 from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam, half_life
 from protocol.errors import PeerGone, SettingsError
+from tests.optim.replicas import CLOSE, Flaky
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 MOMENTA = ((0.5, 0.3), (0.9, 0.5))
 
 
@@ -114,21 +114,12 @@ def test_a_saved_state_continues_bit_for_bit(alone):
 
 
 def test_an_exchange_that_failed_stays_due(alone):
-    class Flaky(type(alone)):
-        failures = 1
-
-        def all_reduce(self, values, weight=1.0, **options):
-            if self.failures:
-                self.failures -= 1
-                raise PeerGone("all are gone")
-            return super().all_reduce(values, weight, **options)
-
-    model, swarm = make_model(), Flaky()
-    optimizer = MultiTimescaleOptimizer(model, inner_of(model), swarm, sync_every=2)
+    model = make_model()
+    optimizer = MultiTimescaleOptimizer(model, inner_of(model), Flaky(alone), sync_every=2)
     with pytest.raises(PeerGone):
         train(model, optimizer, batches(0, 2))
     train(model, optimizer, batches(1, 1))
-    assert len(swarm.weights) == 1
+    assert alone.weights == [3.0]
 
 
 def test_values_that_are_not_finite_are_healed():
@@ -146,6 +137,40 @@ def test_values_that_are_not_finite_are_healed():
     one, other = swarm.run(replica)
     assert torch.isfinite(one).all()
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 1e25])
+def test_a_gradient_that_is_not_finite_or_whose_square_is_not_is_left_out(factor):
+    swarm = LocalSwarm(2)
+
+    def replica(peer):
+        model, index = make_model(), swarm.peers.index(peer)
+        inner = inner_of(model)
+        optimizer = MultiTimescaleOptimizer(model, inner, Flaky(peer, failing=()), sync_every=2, periods=(4, 64, 64))
+        for number, (inputs, targets) in enumerate(batches(index, 8)):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            before = values_of(model)
+            (loss * factor if (index, number) == (1, 2) else loss).backward()
+            optimizer.step()
+            assert torch.isfinite(values_of(model)).all()
+            assert torch.equal(values_of(model), before) == ((index, number) == (1, 2))
+        for state in inner.state.values():
+            assert all(torch.isfinite(values).all() for values in state.values())
+        return values_of(model), [weight for _, weight in optimizer._swarm.brought]
+
+    (one, full), (other, less) = swarm.run(replica)
+    assert torch.equal(one, other)
+    assert full == [2.0] * 4
+    assert less == [2.0, 1.0, 2.0, 2.0]  # what was not done does not count
+
+
+def test_who_is_spoiled_and_alone_does_not_begin_at_zero(alone):
+    model = make_model()
+    optimizer = MultiTimescaleOptimizer(model, inner_of(model), alone, sync_every=1)
+    put(model, torch.full((49,), float("nan")))
+    optimizer.step()
+    assert torch.isnan(values_of(model)).all()
 
 
 def test_impossible_settings_are_refused(alone):

@@ -7,6 +7,7 @@ from torch import nn
 from optim import DiLoCo, LocalSwarm, LowCommunicationOptimizer
 from optim.methods import recipe
 from protocol.errors import PeerGone, ProtocolError, SettingsError
+from tests.optim.replicas import Flaky
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 
@@ -206,17 +207,8 @@ def test_rounding_to_bf16_is_not_sent_as_if_it_were_training(alone):
 
 
 def test_a_failed_exchange_changes_nothing_and_stays_due(alone):
-    class Flaky(type(alone)):
-        failures = 1
-
-        def all_reduce(self, values, weight=1.0, **options):
-            if self.failures:
-                self.failures -= 1
-                raise PeerGone("all are gone")
-            return super().all_reduce(values, weight, **options)
-
-    model, swarm = make_model(), Flaky()
-    optimizer = DiLoCo(model, adamw(model), swarm, sync_every=2)
+    model = make_model()
+    optimizer = DiLoCo(model, adamw(model), Flaky(alone), sync_every=2)
     start = values_of(model)
     with pytest.raises(PeerGone):
         train(model, optimizer, batches(1, 2))
@@ -224,7 +216,7 @@ def test_a_failed_exchange_changes_nothing_and_stays_due(alone):
     assert not torch.equal(values_of(model), start)
     train(model, optimizer, batches(2, 1))
     assert optimizer.rounds == 1
-    assert swarm.weights == [3.0]
+    assert alone.weights == [3.0]
 
 
 def test_values_that_are_not_finite_weigh_nothing_and_are_healed():

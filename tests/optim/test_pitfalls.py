@@ -21,6 +21,7 @@ from optim.spsa import SpsaOptimizer
 from optim.state import OuterState
 from protocol.collective import Window
 from protocol.errors import PeerGone, SettingsError
+from tests.optim.replicas import Flaky
 from tests.optim.toys import adamw, batches, make_model, put, train, values_of
 
 
@@ -107,18 +108,6 @@ def test_peers_at_different_fragments_do_not_mix():
 
 
 def test_what_was_left_out_is_kept_if_an_exchange_fails_and_counts_once():
-    class Flaky:
-        """Fails every other time."""
-
-        def __init__(self, peer):
-            self.peer, self.calls = peer, 0
-
-        def gather(self, block, **options):
-            self.calls += 1
-            if self.calls % 2:
-                raise PeerGone("all are gone")
-            return self.peer.gather(block, **options)
-
     def run(swarm, attempts):
         model = make_model()
         method = recipe("sparseloco", inner_steps=2, k=2, decay=1.0)
@@ -132,7 +121,7 @@ def test_what_was_left_out_is_kept_if_an_exchange_fails_and_counts_once():
         return values_of(model)
 
     plain = run(LocalSwarm(1).peers[0], 0)
-    flaky = run(Flaky(LocalSwarm(1).peers[0]), 1)
+    flaky = run(Flaky(LocalSwarm(1).peers[0], "gather", failing=range(1, 100, 2)), 1)
     assert torch.equal(flaky, plain)
 
 
@@ -185,17 +174,7 @@ def test_what_a_result_does_not_have_of_ours_is_sent_again():
 )
 def test_what_a_failed_exchange_was_to_bring_counts_in_the_next_if_it_is_still_there(alone, method, weights):
     """With `delayed`, local steps went on from the outer parameters: what was sent is lost, and must not count."""
-
-    class Flaky(type(alone)):
-        def all_reduce(self, values, weight=1.0, **options):
-            self.weights.append(weight)
-            self.sent.append(values.clone())
-            if len(self.weights) == 1:
-                raise PeerGone("all are gone")
-            return self._peer.all_reduce(values, weight, **options)
-
-    swarm, model = Flaky(), make_model()
-    swarm.sent = []
+    swarm, model = Flaky(alone), make_model()
     optimizer = LowCommunicationOptimizer(model, adamw(model), swarm, method)
     start, failures = values_of(model), 0
     for batch in batches(0, 7 if method.policy.delay > 1 else 6):
@@ -206,9 +185,9 @@ def test_what_a_failed_exchange_was_to_bring_counts_in_the_next_if_it_is_still_t
     done = start - values_of(model)  # where local steps go on
     optimizer.finish()
     assert failures == 1
-    assert swarm.weights == weights
+    assert [weight for _, weight in swarm.brought] == weights
     if method.policy.delay == 1:
-        torch.testing.assert_close(swarm.sent[1], done)
+        torch.testing.assert_close(swarm.brought[1][0], done)
 
 
 def test_an_outlier_counts_no_more_than_the_median():
@@ -281,6 +260,71 @@ def test_exchanges_get_rarer_along_a_cosine():
     assert all(one <= other for one, other in itertools.pairwise(steps))
     assert steps[-1] > 100
     assert [policy.steps(Moment(round=2, lr=rates[-1], total=left)) for left in (50, 1, 0)] == [50, 1, 1]
+
+
+def by_lambda(optimizer, model, steps):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1e-4) / steps))
+
+
+def by_sequence(optimizer, model, steps):
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-5, total_iters=steps)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000, eta_min=0.009)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], milestones=[steps])
+
+
+def by_cycle(optimizer, model, steps):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=100, pct_start=steps / 100)
+
+
+class ByHand:
+    def __init__(self, optimizer, model, steps):
+        self.optimizer, self.taken, self.steps = optimizer, -1, steps
+        self.step()
+
+    def step(self):
+        self.taken += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (self.taken + 1e-4) / self.steps)
+
+
+@pytest.mark.parametrize("schedule", [by_lambda, by_sequence, by_cycle, ByHand])
+def test_exchanges_are_as_frequent_as_at_the_peak_while_the_rate_is_rising(alone, schedule):
+    """From a rate next to zero there would follow a first round of millions of steps."""
+    model = make_model()
+    method = recipe("quadratic", base_steps=2, alpha=0.02)  # (0.02 / 0.01)² = 4
+    optimizer = LowCommunicationOptimizer(model, adamw(model), alone, method)
+    rates = schedule(optimizer, model, 10)
+    saved = None
+    for number, batch in enumerate(batches(0, 12), 1):
+        train(model, optimizer, [batch])
+        rates.step()
+        assert optimizer.rounds == number // 4
+        if number == 4:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+    assert alone.weights == [4.0] * 3
+    optimizer.param_groups[0]["lr"] = 0.002  # (0.02 / 0.002)² = 100
+    train(model, optimizer, batches(1, 99))
+    assert optimizer.rounds == 3
+    train(model, optimizer, batches(1, 1))
+    assert optimizer.rounds == 4
+
+
+def test_a_newcomer_takes_a_rate_that_has_fallen_for_what_it_is():
+    swarm = LocalSwarm(2)
+
+    def replica(peer):
+        model, index = make_model(), swarm.peers.index(peer)
+        optimizer = LowCommunicationOptimizer(model, adamw(model), peer, recipe("quadratic", base_steps=1, alpha=0.02))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        if index == 0:
+            optimizer.step()
+            optimizer._replica.rounds = 1
+        optimizer.welcome()
+        optimizer.param_groups[0]["lr"] = 0.005
+        train(model, optimizer, batches(index, 15 + index))
+        return optimizer.rounds
+
+    assert swarm.run(replica) == [2, 2]
 
 
 def test_a_log_of_scalars_makes_the_same_bits_again():

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import attrs
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from peer.data import Corpus
 from peer.model import Transformer
 from peer.settings import DataSettings, InnerSettings, ModelSettings, Settings
 from peer.trainer import Trainer, _adamw, _loss
+from protocol.collective import Reduced
+from protocol.plan import Salvaged, Source
 
 ROUNDS = 6
 SMALL = {"inner_steps": 4, "base_steps": 3}
@@ -92,3 +95,111 @@ def test_the_daemon_does_what_the_optimizer_does(name, corpus):
 
 def run(trainer, steps):
     trainer.run(steps, should_stop=lambda: False, on_step=lambda info: None)
+
+
+@pytest.mark.parametrize("name", ["eager", "co2", "gossip", "delayed", "streaming"])
+def test_what_a_round_has_made_is_applied_although_our_own_steps_went_wrong_meanwhile(name, corpus):
+    settings = settings_of(name)
+
+    def daemon(peer):
+        trainer = Trainer(settings, corpus, peer.peer_id)
+        spoils = peer is swarm.peers[0]
+        state = trainer.initial_state()
+        for revision in range(1, 5):
+            trainer.start_round(state, revision, peer.members)
+            if revision == 4:
+                break
+            run(trainer, trainer.schedule.steps(revision))
+            contribution = trainer.contribution()
+            if spoils and revision == 3:  # while the exchange is on its way
+                before, trainer._gradient = trainer._replica.outer, lambda windows: None
+            run(trainer, contribution.meanwhile)
+            outcome = perform(peer, contribution.operation, contribution.part)
+            state = trainer.commit(state, outcome, revision)
+        replica = trainer._replica
+        if spoils:
+            assert not replica.flying
+            assert replica.local_steps == 0
+            assert torch.equal(trainer.flat.read(), replica.outer.parameters)
+            assert not torch.equal(replica.outer.parameters, before.parameters)
+            if name == "gossip":  # the pair's mean, without a step
+                torch.testing.assert_close(replica.outer.parameters, (outcome.ours + outcome.values) / 2)
+            del trainer._gradient
+        run(trainer, trainer.schedule.steps(4))
+        contribution = trainer.contribution()
+        state = trainer.commit(state, perform(peer, contribution.operation, contribution.part), 4)
+        assert contribution.finite
+        return replica.outer
+
+    torch.set_num_threads(1)
+    swarm = LocalSwarm(2)
+    one, other = swarm.run(daemon)
+    assert torch.equal(one.parameters, other.parameters) == settings.algorithm.recipe().shared
+
+
+@pytest.mark.parametrize("salvaged", [False, True])
+@pytest.mark.parametrize("name", ["diloco", "streaming", "eager", "sparseloco", "delayed"])
+def test_what_is_in_a_result_that_was_only_heard_of_does_not_count_again(name, salvaged, corpus):
+    """One peer's line breaks when the others have what it brought: it learns of the round from them."""
+    settings = settings_of(name)
+    if salvaged and name == "sparseloco":
+        pytest.skip("nothing is salvaged of a gather")
+
+    def daemon(breaks):
+        def replica(peer):
+            trainer = Trainer(settings, corpus, peer.peer_id)
+            state = trainer.initial_state()
+            weights = []
+            for revision in range(1, 5):
+                trainer.start_round(state, revision, peer.members)
+                run(trainer, trainer.schedule.steps(revision))
+                contribution = trainer.contribution()
+                weights.append(contribution.weight)
+                run(trainer, contribution.meanwhile)
+                outcome = perform(peer, contribution.operation, contribution.part)
+                if breaks and revision == 3 and peer is swarm.peers[0]:
+                    state = trainer.commit_missed(state, heard_of(outcome, peer.peer_id), revision)
+                else:
+                    state = trainer.commit(state, outcome, revision)
+            return trainer.flat.read(), state, weights
+
+        return replica
+
+    def heard_of(outcome, peer):
+        plan = outcome.plan
+        if salvaged:  # those who were left have finished it, with nearly all of what was reduced before
+            weights = dict(zip(plan.members, plan.weights, strict=True))
+            source = Source(plan.id, plan.members, plan.weights)
+            left = tuple(member for member in plan.members if member != peer)
+            parts = (Salvaged(0, plan.length - 1, 0, tuple(range(len(left)))),)
+            plan = attrs.evolve(
+                plan,
+                members=left,
+                weights=tuple(weights[member] for member in left),
+                sources=(source,),
+                salvaged=parts,
+            )
+        mean = outcome.mean if isinstance(outcome, Reduced) else joined(outcome.blocks)
+        return Reduced(
+            plan=plan,
+            mean=mean,
+            contributors=plan.contributors,
+            weight=plan.weight,
+            attempts=1,
+            bytes_sent=0,
+            bytes_received=0,
+            seconds=0.0,
+        )
+
+    def joined(blocks):
+        return torch.frombuffer(bytearray(b"".join(blocks.values())), dtype=torch.uint8)
+
+    torch.set_num_threads(1)
+    results = []
+    for breaks in (False, True):
+        swarm = LocalSwarm(3)
+        results.append(swarm.run(daemon(breaks)))
+    for (plain, _, weights), (broken, _, heard) in zip(*results, strict=True):
+        assert heard == weights
+        if not salvaged or name != "eager":  # which goes by its share of the mean, and takes that of the last plan
+            assert torch.equal(plain, broken)

@@ -298,6 +298,13 @@ def test_moments_of_another_model_are_refused(make):
         trainer.restore_inner({"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.tensor(1.0)})
     with pytest.raises(SettingsError, match="exp_avg"):
         trainer.restore_inner({"momentum": torch.zeros(3)})
+    train_round(trainer, trainer.initial_state(), 1)
+    saved = trainer.inner_state()
+    for name in saved:
+        with pytest.raises(SettingsError, match=r"the saved .* is not finite"):
+            trainer.restore_inner({**saved, name: saved[name] * float("nan")})
+    with pytest.raises(SettingsError, match="number of steps has shape"):
+        trainer.restore_inner({**saved, "step": torch.ones(3)})
 
 
 def test_a_state_that_is_not_a_number_makes_a_contribution_of_nothing_and_is_outlived(make):

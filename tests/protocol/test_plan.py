@@ -159,6 +159,17 @@ def test_who_owns_much_has_more_time():
     assert plan(members=members, weights=(1.0,) * 6, length=100, blocks=(0, 50, 50, 0, 0, 0)).load == 150
 
 
+def test_whose_values_most_of_the_result_has():
+    def included(plan):
+        return [number for number in range(1, 5) if plan.includes(peer(number))]
+
+    assert included(plan()) == [1, 2]
+    assert included(plan(weights=(0.0, 3.0))) == [2]
+    assert included(plan(operation="gather", sizes=(0, 10), weights=(0.0, 1.0))) == [2]
+    for stop, expected in ((4, [1, 2]), (9, [3])):
+        assert included(plan(sources=(SOURCE,), salvaged=(Salvaged(0, stop, 0, (0, 1)),))) == expected
+
+
 def test_id_depends_on_what_is_salvaged():
     part = Salvaged(4, 9, 0, (0, 1))
     other = attrs.evolve(SOURCE, plan=bytes(32))

@@ -8,6 +8,7 @@ import trio
 
 from protocol.collective import Window
 from protocol.errors import Behind
+from protocol.rounds import Rounds
 
 WINDOW = Window(quorum=2, grace=1.0, keep=4)
 
@@ -71,6 +72,29 @@ async def test_who_has_missed_more_than_is_kept_is_told(autojump_clock, swarm_of
             await reduce(slow, 1.0)
         results = await swarm.together(lambda peer: reduce(peer, 1.0))  # with a state from elsewhere, it goes on
         assert {result.number for result in results.values()} == {7}
+        await swarm.rest()
+
+
+async def test_who_learns_late_that_its_values_were_in_a_result_does_not_bring_them_again(
+    autojump_clock, swarm_of, monkeypatch
+):
+    """Its line breaks when all have what it brings, and when it is back the operation is over."""
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        original = Rounds.all_reduce
+
+        async def broken(rounds, revision, values, weight, **options):
+            reduced = await original(rounds, revision, values, weight, **options)
+            if values[0] == 2.0 and revision == 1:
+                raise Behind(other.endpoint.peer_id, 1)
+            return reduced
+
+        monkeypatch.setattr(Rounds, "all_reduce", broken)
+        first = await swarm.together(lambda peer: reduce(peer, 2.0 if peer is one else 4.0))
+        assert [told(first[peer]) for peer in (one, other)] == [[(1, 3.0, 2)]] * 2
+        assert first[one].counted
+        second = await swarm.together(lambda peer: reduce(peer, 2.0))
+        assert [told(second[peer]) for peer in (one, other)] == [[(2, 2.0, 2)]] * 2
         await swarm.rest()
 
 
