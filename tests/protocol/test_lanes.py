@@ -247,6 +247,15 @@ async def test_a_lane_that_stalls_is_given_up(connect, nursery, autojump_clock):
     assert len(pair.ours.lanes) == 1
 
 
+async def test_lanes_that_share_a_slow_line_are_not_given_up(connect, network, autojump_clock):
+    """Each piece is under way for longer than one on a lane of its own may be, and nothing tells that it moves."""
+    pair = await connect(max_lanes=4)
+    await pair.open_lanes(4)
+    network.set_link("host1", "host2", bandwidth=30_000)
+    assert await pair.push() == DIGEST
+    assert len(pair.tap.dialled) == 1 + 4
+
+
 async def test_a_peer_that_acknowledges_nothing_makes_us_keep_little(connect, nursery, autojump_clock):
     window = 1 << 21
     pair = await connect(window=window)
