@@ -280,6 +280,8 @@ class Member:
         if transfer is not self._transfer:
             return
         if transfer.failure is not None:
+            if transfer.failure.suspect is None:
+                return  # others may know; the coordinator knows when the time is over
             with contextlib.suppress(ShoalError):  # the listening task will notice
                 await self._send(Failed(plan.ballot, transfer.failure.suspect, transfer.segments))
         elif self._acceptor.complete(plan):

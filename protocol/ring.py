@@ -138,6 +138,10 @@ class Ring(Reduction):
     def complete(self) -> bool:
         return self.received == len(self._receives)
 
+    @property
+    def gap(self) -> int:
+        return 2 * max((segment.stop - segment.start for segment in self._receives), default=0) + self._salvaged
+
     def outgoing(self, sink: int) -> int:
         return len(self._sends)
 

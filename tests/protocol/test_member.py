@@ -8,7 +8,9 @@ import attrs
 import pytest
 import torch
 import trio
+import trio.testing
 
+from protocol.attempt import Failure
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
@@ -16,7 +18,7 @@ from protocol.errors import Behind, RequestTimeout
 from protocol.identity import PeerId
 from protocol.member import Member, Work
 from protocol.plan import Ballot, Plan
-from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Propose, Queued, Rejected
+from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Failed, Halt, Halted, Propose, Queued, Rejected
 from protocol.sessions import local_lines
 
 US, COORDINATOR, HOLDER = (PeerId(bytes([number]) * 32) for number in range(1, 4))
@@ -182,3 +184,13 @@ async def test_a_plan_has_the_time_that_it_needs_whatever_the_first_one_had(stag
     attempt = times.attempt(PLAN.load, 2) + times.stall + times.settle
     assert attempt < trio.current_time() - begun < attempt + times.grace + times.slack + times.stall
     assert stage.attempt.aborted
+
+
+@pytest.mark.parametrize("suspect", [COORDINATOR, None])
+async def test_a_failure_that_may_be_our_own_fault_accuses_nobody(stage, autojump_clock, suspect):
+    stage.attempt.failure, stage.attempt.segments = Failure(suspect, "the attempt took too long"), 3
+    stage.attempt.settled.set()
+    await trio.testing.wait_all_tasks_blocked()
+    await stage.coordinator.send(Halt(PLAN.ballot))
+    said = await stage.coordinator.receive(Failed, Halted)
+    assert said == (Halted(PLAN.ballot, ()) if suspect is None else Failed(PLAN.ballot, suspect, 3))
