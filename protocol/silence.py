@@ -121,11 +121,16 @@ class Silence:
             if counts[source] > one.count:
                 one.count, one.heard, one.came, self._heard = counts[source], now, now, now
         overdue = [source for source in self._sources if self.overdue(source, now)]
+        ends = (one.came + self._believed for one in self._sources.values())
+        self.due = min([self.due, *(end for end in ends if end > now)])
         return sorted(overdue, key=lambda source: self._sources[source].heard)
 
     def overdue(self, source: int, now: float) -> bool:
         """Whether the source has been silent for too long. Not one from which all has come."""
-        return source in self._sources and self.silent(source, now) >= self.limit(source, now)
+        if source not in self._sources:
+            return False
+        # Those on whom a stuck one has an effect in turn should know it in turn, and not when they next ask.
+        return self.silent(source, now) >= self.limit(source, now) or self.nothing(source, now) >= self._believed
 
     def excuse(self, source: int, now: float) -> None:
         """Nothing can come from the source, because of us."""
