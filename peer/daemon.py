@@ -14,9 +14,10 @@ import trio
 from dht import DHT
 from optim.feedback import Forget
 from peer import checkpoint
+from peer.bootstrap import why_unreachable
 from peer.chain import Tip
 from peer.checkpoint import Checkpoint
-from peer.console import MEET, size
+from peer.console import size
 from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
@@ -33,7 +34,6 @@ from peer.reach import (
     UNSPECIFIED,
     Reach,
     book_entries,
-    is_inside,
     outward_host,
     read_book,
     start_listening,
@@ -52,16 +52,14 @@ from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import (
     DataError,
-    HandshakeError,
     PeerUnreachable,
     RequestRefused,
     SettingsError,
     ShoalError,
-    WrongPeer,
 )
 from protocol.identity import PeerId
 from protocol.keyring import Keyring
-from protocol.rounds import RoundEvent, Rounds
+from protocol.rounds import Rounds
 from protocol.tcp import TcpTransport
 from protocol.transport import Address, Transport
 
@@ -228,7 +226,7 @@ class _Daemon:
             manifest.run_id,
             settings=RoundTimes(grace=settings.round.grace),
             roster=membership,
-            report=self._report,
+            report=self._events.report,
             max_weight=rules.max_weight,
             courtesy=courtesy,
             max_members=rules.max_members,
@@ -293,16 +291,7 @@ class _Daemon:
                 if self._config.bootstrap:
                     self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
                 return
-            # A private address is another machine on each network: that somebody else has ours says nothing.
-            private = all(is_inside(address.host) for _, address in contacts)
-            cause = error.__cause__
-            if isinstance(cause, HandshakeError) and not (private and isinstance(cause, WrongPeer)):
-                raise cause from None
-            known = f"none of the {len(contacts)} known peers of this run can be reached"
-            if private:
-                hint = f"on one network: check that they run. Else: {MEET[0].lower()}{MEET[1:]}"
-                raise PeerUnreachable(f"{known}: all have private addresses only", hint=hint) from error
-            raise PeerUnreachable(known, hint=f"check the network, or ask for a fresh ticket. {MEET}") from error
+            raise why_unreachable(contacts, error) from error
 
     async def _find_manifest(self) -> Manifest:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""
@@ -331,10 +320,6 @@ class _Daemon:
     def _own_checkpoint(self, manifest: Manifest) -> Checkpoint | None:
         found = checkpoint.load_latest(self._home.checkpoints)
         return found if found is not None and found.state.header.run == manifest.run_id else None
-
-    def _report(self, event: RoundEvent) -> None:
-        fields = attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value))
-        self._events.emit(event.event, **fields)
 
     def _ticket(self, manifest: Manifest) -> Ticket:
         """A ticket that names us first, then the peers that our user named, and then others, where they are now.

@@ -18,7 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from protocol.errors import ShoalError
+from protocol.round_events import RoundEvent
 
 Event = Mapping[str, Any]  # what subscribers get: the object as it stands in the file
 
@@ -72,6 +75,10 @@ class EventLog:
                 self._write(self._descriptor, json.dumps(entry, allow_nan=False).encode() + b"\n")
         for subscriber in self._subscribers:
             subscriber(entry)
+
+    def report(self, event: RoundEvent) -> None:
+        """Records what happened in a round."""
+        self.emit(event.event, **attrs.asdict(event, filter=lambda field, value: field.name != "event" and bool(value)))
 
     def tell(self, event: str, **fields: object) -> None:
         """As `emit`, to subscribers only: for what is true now, and not worth a line in a file."""

@@ -6,10 +6,14 @@ one matrix for embedding and output.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from optim.swarm import Chain, Link, sample_losses
 from peer.settings import ModelSettings
 from protocol.errors import SettingsError
 
@@ -26,7 +30,8 @@ class Transformer(nn.Module):
     Args:
         settings: Sizes.
         seed: Where the initial values come from. The same seed gives the same values, whatever else draws random
-            numbers in the process.
+            numbers in the process. None: parameters get no values and no memory, for a model that is to be cut into
+            stages.
 
     Raises:
         SettingsError: The width is not a multiple of the heads, or leaves an odd number of values per head.
@@ -35,7 +40,7 @@ class Transformer(nn.Module):
     cosines: torch.Tensor
     sines: torch.Tensor
 
-    def __init__(self, settings: ModelSettings, *, seed: int = 0) -> None:
+    def __init__(self, settings: ModelSettings, *, seed: int | None = 0) -> None:
         super().__init__()
         width, heads = settings.width, settings.heads
         if width % heads != 0:
@@ -46,13 +51,14 @@ class Transformer(nn.Module):
                 hint="rotary positions turn pairs of values",
             )
         self.context = settings.context
-        self.embedding = nn.Embedding(VOCABULARY, width, device="meta").to_empty(device="cpu")
+        self.embedding = nn.Embedding(VOCABULARY, width, device="meta")
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(settings.layers))
-        self.norm = nn.RMSNorm(width)
+        self.norm = nn.RMSNorm(width, device="meta")
         cosines, sines = _rotations(settings.context, width // heads)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)
-        self._initialise(seed)
+        if seed is not None:
+            self.load_state_dict(dict(self.initial_values(seed)), assign=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[-1]
@@ -62,14 +68,24 @@ class Transformer(nn.Module):
             x = block(x, cosines, sines)
         return F.linear(self.norm(x), self.embedding.weight)
 
-    @torch.no_grad()
-    def _initialise(self, seed: int) -> None:
-        """Normal values; the projections that write into the residual stream start smaller, as in GPT-2."""
+    def initial_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters' values at the beginning, one after the other, so that a part of them takes little memory.
+
+        Normal; the projections that write into the residual stream start smaller, as in GPT-2.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
+            values = torch.ones(parameter.shape)
             if parameter.ndim > 1:
                 shrink = (2 * len(self.blocks)) ** -0.5 if name.endswith(("project.weight", "down.weight")) else 1.0
-                parameter.normal_(0.0, INIT_STD * shrink, generator=generator)
+                values.normal_(0.0, INIT_STD * shrink, generator=generator)
+            yield name, values
+
+    def chain(self) -> Chain:
+        """The model as links for `optim.swarm`: the embedding, each block, the output."""
+        tables = ("cosines", "sines")
+        blocks = [Link((f"blocks.{index}", *tables), partial(_block, index)) for index in range(len(self.blocks))]
+        return Chain(self, (Link(("embedding",), _embed), *blocks, Link(("norm", "embedding"), _head)), sample_losses)
 
 
 class Block(nn.Module):
@@ -79,10 +95,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         hidden = -(-width * 8 // 3 // 16) * 16  # SwiGLU's usual 8/3 of the width, rounded up to whole vectors
-        self.attention_norm = nn.RMSNorm(width)
+        self.attention_norm = nn.RMSNorm(width, device="meta")
         self.attention = _linear(width, 3 * width)
         self.project = _linear(width, width)
-        self.feed_norm = nn.RMSNorm(width)
+        self.feed_norm = nn.RMSNorm(width, device="meta")
         self.up = _linear(width, 2 * hidden)
         self.down = _linear(hidden, width)
 
@@ -97,9 +113,24 @@ class Block(nn.Module):
         return torch.add(x, self.down(F.silu(gate) * value))
 
 
+def _embed(parts: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.embedding(tokens, parts.get_parameter("embedding.weight"))
+
+
+def _block(index: int, parts: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    length = x.shape[1]
+    cosines, sines = parts.get_buffer("cosines")[:length], parts.get_buffer("sines")[:length]
+    result: torch.Tensor = parts.get_submodule(f"blocks.{index}")(x, cosines, sines)
+    return result
+
+
+def _head(parts: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(parts.get_submodule("norm")(x), parts.get_parameter("embedding.weight"))
+
+
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     """A matrix without values yet. PyTorch's own initial values would draw from the process's random numbers."""
-    return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+    return nn.Linear(inputs, outputs, bias=False, device="meta")
 
 
 def _rotations(context: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

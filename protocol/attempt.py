@@ -29,8 +29,12 @@ class Attempt(Protocol):
     settled: trio.Event
     """Set when the result is complete, or the attempt has failed."""
     failure: Failure | None
-    bytes_sent: int
     bytes_received: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of data that have left."""
+        ...
 
     @property
     def complete(self) -> bool:

@@ -61,6 +61,7 @@ _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/
 _WORK_AT_ONCE = 256
 _WORK_COUNTED = 16  # frames that are counted together
 _TASK = 1 << 14  # bytes of objects that serving a request takes, about
+_RETIRED_REST = 1.0  # seconds after its last stream that a retired connection ends: the other side may still be reading
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 
@@ -170,6 +171,7 @@ class Connection:
         self._write_progress = Progress(_LEAST_TAKEN, _WRITE_TIMEOUT)
         self._taken = 0  # bytes, as of the last beat: asking costs as much as sending 10 KiB
         self._retired_at = math.inf
+        self._used_at = -math.inf
 
     @property
     def usable(self) -> bool:
@@ -213,7 +215,7 @@ class Connection:
             with trio.CancelScope(shield=True):
                 await self.channel.aclose()
 
-    async def open(self, *, bulk: bool = False) -> Stream:
+    async def open(self, *, bulk: bool = False, one_way: bool = False) -> Stream:
         """Opens a stream, when fewer than half of `Limits.max_streams` of ours are open.
 
         Raises:
@@ -230,7 +232,7 @@ class Connection:
             error = ProtocolError(f"{self.peer.short} does not end its side of streams")
             self.fail(error)
             raise error
-        stream = Stream(self, self.mux.open(bulk=bulk))
+        stream = Stream(self, self.mux.open(bulk=bulk, one_way=one_way))
         self._streams[stream.raw.id] = stream
         return stream
 
@@ -295,6 +297,7 @@ class Connection:
     def forget(self, stream: Stream) -> None:
         """A stream was closed."""
         self._streams.pop(stream.raw.id, None)
+        self._used_at = trio.current_time()
         self._slots.unpark_all()
         self.kick()
 
@@ -454,6 +457,7 @@ class Connection:
                     self.upload.leave(self)  # what was to be sent was given up
                 self.lanes.pause()
                 await self._wake.park()
+                await trio.lowlevel.checkpoint()  # what others are about to write goes in the same records
         return False
 
     async def _beat(self) -> None:
@@ -479,6 +483,7 @@ class Connection:
                 stream.look(now, stopped)
             if not self.mux.bulk_waiting:
                 self.channel.release()
+            self._end_if_done()
             if now - self._retired_at > _RETIRED_IDLE and self.mux.idle and not self._streams:
                 self.close("not needed")
                 return
@@ -498,7 +503,8 @@ class Connection:
             self.kick()
 
     def _end_if_done(self) -> None:
-        if self.mux.retired and self.mux.peer_retired and self.mux.idle and not self._streams:
+        done = self.mux.retired and self.mux.peer_retired and self.mux.idle and not self._streams
+        if done and trio.current_time() >= self._used_at + _RETIRED_REST:
             self.close("replaced by another connection")
 
 

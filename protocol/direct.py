@@ -84,14 +84,17 @@ class Direct(Reduction):
         pool = memory or VectorPool()
         super().__init__(plan, place, previous, pool)
         size = len(plan.members)
-        self.sources = self.sinks = tuple((place + distance) % size for distance in range(1, size))
+        others = [(place + distance) % size for distance in range(1, size)]
         self._codec, self._id, self._shares = make_codec(plan.codec), plan.id, plan.shares
         piece = piece_of(plan) if piece is None else piece
         self._encoded, self._piece = memoryview(encoded), min(piece, plan.length)
         blocks = _blocks(plan, piece)
         self._own = blocks[place]
-        self._outgoing = {sink: _segments(plan, blocks, place, sink, piece) for sink in self.sinks}
-        self._incoming = {source: _segments(plan, blocks, source, place, piece) for source in self.sources}
+        outgoing = {sink: _segments(plan, blocks, place, sink, piece) for sink in others}
+        incoming = {source: _segments(plan, blocks, source, place, piece) for source in others}
+        self._outgoing = {sink: segments for sink, segments in outgoing.items() if segments}
+        self._incoming = {source: segments for source, segments in incoming.items() if segments}
+        self.sinks, self.sources = tuple(self._outgoing), tuple(self._incoming)
         self._given = {sink: sum(segment.add for segment in segments) for sink, segments in self._outgoing.items()}
         self._brought = {source: sum(segment.add for segment in self._incoming[source]) for source in self.sources}
         self._next = dict.fromkeys(self.sources, 0)
@@ -115,6 +118,10 @@ class Direct(Reduction):
     def gap(self) -> int:
         # Who is slow sends to everybody at the same time.
         return 2 * len(self.plan.members) * self._piece + self._salvaged
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(self._size(segment) for segments in self._outgoing.values() for segment in segments)
 
     def outgoing(self, sink: int) -> int:
         return len(self._outgoing[sink])
@@ -200,6 +207,11 @@ class Direct(Reduction):
         self._sums[start] = sums
         self._hold(start, stop)
 
+    def _size(self, segment: Segment) -> int:
+        """Its bytes."""
+        length = segment.stop - segment.start
+        return self._codec.encoded_size(length) if segment.source is None else 4 * length
+
     def _memory_of_sums(self, pool: VectorPool) -> memoryview:
         size = sum(self._codec.encoded_size(stop - start) for start, stop in self._own) if self.sinks else 0
         return vector_bytes(pool.take(-(-size // 4)))[:size]
@@ -215,8 +227,12 @@ def _blocks(plan: Plan, piece: int) -> list[list[Bounds]]:
 
 
 def _segments(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> list[Segment]:
-    """What one member sends to another, if need be nothing: whoever has got all knows that all others have begun."""
-    return list(_sends(plan, blocks, source, sink, piece)) or [_NOTHING]
+    """What one member sends to another.
+
+    Whoever has got all knows that all others have begun: there is a sum among it, and their values are in that. So only
+    those without values send to all, if need be nothing.
+    """
+    return list(_sends(plan, blocks, source, sink, piece)) or ([] if plan.shares[source] else [_NOTHING])
 
 
 def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> Iterator[Segment]:
@@ -252,9 +268,11 @@ def _sum(
     """
     for first, end in pieces([(0, len(values))], _AT_ONCE):
         part = slice(codec.encoded_size(first), codec.encoded_size(end))
-        total, meaning = scratch[: end - first].zero_(), values[first:end]
-        for place in sorted(contributions):
-            codec.add(contributions[place][part], total, shares[place])
+        total, meaning = scratch[: end - first], values[first:end]
+        for number, place in enumerate(sorted(contributions)):
+            codec.add(contributions[place][part], total, shares[place], first=not number)
+        if not contributions:
+            total.zero_()
         if len(shares) == 1:
             meaning.copy_(total)
             continue

@@ -280,19 +280,21 @@ class Endpoint:
             raise RequestTimeout(f"{peer.short} did not answer {name} within {timeout:g} s") from None
 
     @asynccontextmanager
-    async def open(self, peer: PeerId, request: Message, *, bulk: bool = False) -> AsyncIterator[Stream]:
+    async def open(
+        self, peer: PeerId, request: Message, *, bulk: bool = False, one_way: bool = False
+    ) -> AsyncIterator[Stream]:
         """A stream on which the request has been sent, connecting if need be. See `Stream` for how it ends.
 
         Args:
             peer: Whom to talk to.
             request: The first message, which chooses the handler on the other side.
             bulk: The stream waits for everything that is not bulk. It does so anyway once raw bytes flow.
+            one_way: The other side sends nothing, at most that it declines.
 
-        Raises:
-            As `request`, but for the timeout.
+        Raises: As `request`, but for the timeout.
         """
         encoded = wire.encode(request)
-        async with await self._open(peer, bulk=bulk) as stream:
+        async with await self._open(peer, bulk=bulk, one_way=one_way) as stream:
             await stream.send_encoded(encoded)
             yield stream
 
@@ -301,14 +303,14 @@ class Endpoint:
         for connection in [connection for connection in self._connections if connection.peer == peer]:
             connection.close(reason)
 
-    async def _open(self, peer: PeerId, *, bulk: bool = False) -> Stream:
+    async def _open(self, peer: PeerId, *, bulk: bool = False, one_way: bool = False) -> Stream:
         while True:
             await self.connect(peer)
             link = self._links.get(peer)
             if link is None:
                 raise PeerGone(f"the connection to {peer.short} was lost as soon as it was made")
             try:
-                return await link.connection.open(bulk=bulk)
+                return await link.connection.open(bulk=bulk, one_way=one_way)
             except Overloaded:
                 if link.connection.usable:
                     link.connection.close("out of stream numbers")
@@ -443,12 +445,10 @@ class Endpoint:
         number = self._dialled if initiator else 0
         channel = await self._introductions.exchange(stream, initiator=initiator, expected=peer, dial=number)
         theirs = theirs_of(channel)
-        dial = number if initiator else theirs.dial
-        await self._register(channel, theirs, initiator=initiator, dial=dial, path="punched")
+        await self._register(channel, theirs, initiator=initiator, dial=number or theirs.dial, path="punched")
 
     async def _locate(self) -> Address:
-        port = self._port()
-        if port is None:
+        if (port := self._port()) is None:
             raise PeerUnreachable("this peer listens nowhere")
         return await self._observer.locate(port, self._running())
 

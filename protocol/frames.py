@@ -32,7 +32,10 @@ FIN = 1
 """Flag of DATA, BODY and PIECE: the last data of this direction."""
 
 BULK = 1
-"""Flag of OPEN."""
+"""Flag of OPEN: it carries bulk data."""
+
+ONE_WAY = 2
+"""Flag of OPEN: only the side that opened it sends, and the other direction has ended from the start."""
 
 IN_USE = 1
 """Flag of GOODBYE: there is another daemon with the receiver's identity, and evidence of it before the text."""

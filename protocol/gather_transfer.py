@@ -125,7 +125,8 @@ class GatherTransfer:
     async def _send(self, right: PeerId) -> None:
         plan, gather = self.plan, self._gather
         try:
-            async with self._endpoint.open(right, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
+            request = RingData(plan.run, plan.tag, plan.id)
+            async with self._endpoint.open(right, request, bulk=True, one_way=True) as stream:
                 for number in range(gather.outgoing):
                     while number >= gather.sendable:
                         self._progress = trio.Event()
@@ -134,11 +135,10 @@ class GatherTransfer:
                     if piece.first:
                         await stream.send(GatherBlock(piece.place))
                     self._sending = trio.current_time()
-                    await stream.send_bytes(gather.data(piece))
+                    await stream.send_bytes(gather.data(piece), last=number == gather.outgoing - 1)
                     self._sending = None
                     self.bytes_sent += piece.stop - piece.start
                     self._sent = number + 1
-                await stream.finish()
         except ShoalError as error:
             self._fail(right, str(error))
 

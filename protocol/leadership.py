@@ -39,7 +39,7 @@ from protocol.round_messages import (
     Rejected,
     RoundOpen,
 )
-from protocol.sessions import Line, Session
+from protocol.sessions import SOON, Line, Session
 
 
 class Leadership:
@@ -329,6 +329,7 @@ class Leadership:
     async def _announce(self, peer: PeerId) -> None:
         """Tells a member that the window is open, and asks again until it is ready: it may have gone to another one."""
         coordinator, times = self.coordinator, self._times
+        await trio.sleep(min(SOON, times.poll))
         while coordinator.closes is not None and coordinator.collecting and peer not in coordinator.candidates:
             remaining = max(0.0, coordinator.closes - times.slack - trio.current_time())
             question = RoundOpen(self._run, self._tag, self.revision, coordinator.base, remaining)

@@ -304,7 +304,7 @@ class Member:
         self._keep(reduced)
         # The result is ours whether or not the coordinator still hears of it.
         with contextlib.suppress(ShoalError), trio.move_on_after(self._times.settle):
-            await self._send(Completed(reduced.plan.ballot, reduced.plan.id))
+            await self._send(Completed(reduced.plan.ballot, reduced.plan.id), last=True)
         self._nursery.cancel_scope.cancel()
 
     def _drop(self, reason: str) -> None:
@@ -318,6 +318,6 @@ class Member:
         self._work.count(transfer)
         self._report(transfer.plan, transfer.failure.reason if transfer.failure is not None else reason)
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: Message, *, last: bool = False) -> None:
         async with self._sending:
-            await self._line.send(message)
+            await self._line.send(message, last=last)

@@ -89,6 +89,19 @@ class Mesh:
             await self._changed.wait()
         await trio.lowlevel.checkpoint()
 
+    async def changes(self) -> None:
+        """Returns when somebody has come or gone after this call, or may have."""
+        await self._changed.wait()
+
+    def meet(self, others: Sequence[Known]) -> None:
+        """Somebody says that these are here, too: those that are not connected yet will be dialled."""
+        for known in others:
+            unknown = known.peer not in self.members and known.peer not in self._missing
+            if unknown and known.addresses and len(self._missing) < MAX_KNOWN:
+                self._endpoint.learn(known.peer, *known.addresses)
+                self._missing[known.peer] = 0
+        self._tell()
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Finds members and loses them, until cancelled."""
         with self._endpoint.watch() as events:
@@ -163,12 +176,7 @@ class Mesh:
         self._members.add(peer)
         self._missing.pop(peer, None)
         self._returning.pop(peer, None)
-        for known in others:
-            unknown = known.peer not in self.members and known.peer not in self._missing
-            if unknown and known.addresses and len(self._missing) < MAX_KNOWN:
-                self._endpoint.learn(known.peer, *known.addresses)
-                self._missing[known.peer] = 0
-        self._tell()
+        self.meet(others)
 
     def _lose(self, peer: PeerId) -> None:
         if peer in self._members:

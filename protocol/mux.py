@@ -30,6 +30,7 @@ from protocol.frames import (
     FIN,
     HEADER,
     IN_USE,
+    ONE_WAY,
     PIECE,
     RECORD,
     U32,
@@ -135,18 +136,18 @@ class Mux:
 
     # What this side does.
 
-    def open(self, *, bulk: bool = False) -> MuxStream:
-        """A new stream. The other side learns of it with the next records.
+    def open(self, *, bulk: bool = False, one_way: bool = False) -> MuxStream:
+        """A new stream, of which the other side learns with the next records. It sends nothing on a `one_way` one.
 
         Raises:
             Overloaded: If the connection has run out of stream numbers, or is retired.
         """
         if self._next_id > _LAST_ID or self.retired:
             raise Overloaded("no more streams can be opened on this connection")
-        stream = self._streams[self._next_id] = MuxStream(self._next_id, bulk=bulk)
+        stream = self._streams[self._next_id] = MuxStream(self._next_id, bulk=bulk, theirs=not one_way)
         self.memory.overdraw(INITIAL_WINDOW)
         self._next_id += 2
-        self._send_urgent(Kind.OPEN, BULK if bulk else 0, stream.id)
+        self._send_urgent(Kind.OPEN, BULK * bulk | ONE_WAY * one_way, stream.id)
         return stream
 
     def write(self, stream: MuxStream, data: Buffer) -> None:
@@ -243,13 +244,13 @@ class Mux:
                 stream._scheduled = False
                 self._schedule(stream)
 
-    def widen(self, stream: MuxStream) -> None:
-        """Gives a stream whose raw bytes somebody reads a larger window, as far as the budget goes.
+    def widen(self, stream: MuxStream, count: int) -> None:
+        """Gives a stream of which somebody reads so many raw bytes a larger window if need be, and the budget allows.
 
         Not before: whoever opens streams would have it, and fill it, whether or not anybody wants their data.
         """
         self.demote(stream)
-        if not stream._extra and not stream._peer_fin and stream.id in self._streams:
+        if stream._allowance < count and not stream._extra and not stream._peer_fin and stream.id in self._streams:
             self._widen_by(stream, FIRST_WINDOW - INITIAL_WINDOW)
             if stream._extra:
                 self._credits[stream.id] = stream
@@ -439,7 +440,7 @@ class Mux:
         if self._count(stream_id) >= self._limits.max_streams:
             self._reset_id(stream_id, "busy", f"more than {self._limits.max_streams} streams")
             return
-        stream = MuxStream(stream_id, bulk=bool(flags & BULK))
+        stream = MuxStream(stream_id, bulk=bool(flags & BULK), ours=not flags & ONE_WAY)
         if not self.memory.take(INITIAL_WINDOW):
             self._reset_id(stream_id, "busy", "there is no memory for so many streams")
             return

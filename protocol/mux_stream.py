@@ -59,13 +59,13 @@ class MuxStream:
         "wanted",
     )
 
-    def __init__(self, stream_id: int, *, bulk: bool) -> None:
+    def __init__(self, stream_id: int, *, bulk: bool, ours: bool = True, theirs: bool = True) -> None:
         self.id = stream_id
         self.bulk = bulk
         self.pending = 0  # bytes written that no record has taken yet
         self.available = 0  # bytes received that nobody has read yet
         self.lost = False  # written data was dropped
-        self.stopped = False  # the other side wants no more data
+        self.stopped = not ours  # the other side wants no more data
         self.abandoned = False  # it was reset, by either side
         self.pieced = False  # what we send goes in pieces: it may take several ways
         self.wanted: memoryview | None = None  # where the next raw bytes go, if they come in records that fit
@@ -73,8 +73,7 @@ class MuxStream:
         self._credit = INITIAL_WINDOW  # what we may still send
         self._credited = False  # the other side has given more since, so it knows the stream
         self._taken = 0  # bytes that records have taken
-        self._fin = False
-        self._fin_sent = False
+        self._fin = self._fin_sent = not ours
         self._kept = 0  # bytes of messages among those written, for which memory was taken
         self._scheduled = False
         self._chunks: deque[Buffer] = deque()
@@ -83,11 +82,11 @@ class MuxStream:
         self._position = 0  # up to here, all has arrived
         self._ahead: Ahead | None = None  # what arrived beyond
         self._by_pieces = False  # and a piece took it there
-        self._end: int | None = None  # of their data, once known
+        self._end = None if theirs else 0  # of their data, once known
         self._extra = 0  # by how much our window is larger than the initial one
         self._owed = 0  # what we may grant them
         self._placed = 0  # what came into `wanted` and was not reported yet
-        self._peer_fin = False
+        self._peer_fin = not theirs
         self._discard = False
 
     @property

@@ -30,6 +30,9 @@ MAX_ATTEMPT = 2**20
 MAX_SALVAGED = 2**10
 """Most parts that a plan takes over from earlier ones."""
 
+SMALL = 2**13
+"""Elements of all members' vectors together of which one member may own all, which it may have to keep."""
+
 MAX_LENGTH = 2**42
 MAX_BLOCK = 2**30
 """Most bytes of one member's block in a gather, unless a smaller bound is set."""
@@ -166,12 +169,13 @@ def _check_blocks(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], bloc
     unit = block_of(plan.codec)
     if any(bound % unit for bound in itertools.accumulate(blocks) if bound != plan.free):
         raise ValueError("members' blocks consist of whole blocks of the codec")
-    if max(blocks) > largest_part(len(blocks)) * plan.free + 2 * unit:  # parts were rounded at both ends
+    # Parts were rounded at both ends.
+    if max(blocks) > max(largest_part(len(blocks)) * plan.free + 2 * unit, SMALL / len(blocks)):
         raise ValueError("a member owns too much: it may have to keep what all others send it")
 
 
 def largest_part(members: int) -> float:
-    """The part of the data that one member may own, by way of owners.
+    """The part of the data that one member may own, by way of owners, unless it is `SMALL` for all of them together.
 
     It keeps the values of all others until the slowest's have come: by this, of two vectors' size at most.
     """

@@ -12,6 +12,9 @@ between them. By way of the owners it takes two steps, and the owner of the part
 bytes each way: a slow member should own little. (Hivemind computes that as a linear program. Here it is a search for
 the time in which all of V finds an owner.)
 
+What is small costs messages, and nothing else: the coordinator owns it all, so that there are 2(n-1) of them in place
+of 2n(n-1). It is another one in each round.
+
 So the owners' way wins where steps take longer than the data, and where members differ. The ring needs fewer streams
 and keeps nothing, so it is taken unless it is slower by `MARGIN`; blocks are equal unless that is slower by `UNEQUAL`.
 """
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 
 from protocol.codecs import block_of, make_codec
 from protocol.identity import PeerId
-from protocol.plan import Plan, largest_part
+from protocol.plan import SMALL, Plan, largest_part
 from protocol.rates import UNKNOWN, Rates
 from protocol.ring import MOST_PIECES, SMALLEST_PIECE
 
@@ -124,7 +127,8 @@ class Lines:
         between = giving[:, None] * parts[None, :] + parts[:, None]
         np.fill_diagonal(between, 0.0)
         busiest = max((out / self.up).max(), (back / self.down).max(), (between / self.rates).max())
-        return float(nbytes * busiest + 2 * self.latencies.max() + (size - 2) * STREAM)
+        streams = np.count_nonzero(between) / size  # of one member, on average
+        return float(nbytes * busiest + 2 * self.latencies.max() + (streams - 1) * STREAM)
 
     def parts(self, owners: NDArray[np.bool_], giving: _Floats) -> _Floats:
         """Which part of the data each of the owners should have, so that the one that takes longest is done soonest.
@@ -227,6 +231,10 @@ def scheduled(plan: Plan, lines: Lines) -> Plan:
     if plan.schedule == "ring" and MARGIN * (equal := _time(direct, lines)) < time:
         best, time = direct, equal
     least = nbytes * max((giving / lines.up).max(), 1 / lines.down.min()) + 2 * lines.latencies.max()
+    if size * free <= SMALL and plan.coordinator in plan.members:
+        star = attrs.evolve(direct, blocks=tuple(free * (peer == plan.coordinator) for peer in plan.members))
+        if _time(star, lines) < UNEQUAL * time:
+            return star
     if UNEQUAL * least >= time:
         return best
     shapes = (_rounded(lines.parts(owners, giving), free, block_of(plan.codec)) for owners in _owners(lines))

@@ -73,6 +73,11 @@ class Reduction(ABC):
     def complete(self) -> bool:
         """Whether every reduced element is here."""
 
+    @property
+    @abstractmethod
+    def bytes_out(self) -> int:
+        """Bytes of all segments to send."""
+
     @abstractmethod
     def outgoing(self, sink: int) -> int:
         """Number of segments to send to a neighbour in all."""

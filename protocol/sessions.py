@@ -22,6 +22,9 @@ _T = TypeVar("_T")
 MAX_QUEUED = 32
 """Messages for a member that its connection has not taken yet. A round needs two per attempt."""
 
+SOON = 0.02
+"""Seconds that messages wait which may turn out not to be needed: often all are ready at once, and planned for."""
+
 FINAL = (Ahead, Forked, Redirect)
 """What a coordinator says last."""
 
@@ -33,7 +36,7 @@ class Line(Protocol):
     def peer(self) -> PeerId:
         """The other side."""
 
-    async def send(self, message: Message) -> None: ...
+    async def send(self, message: Message, *, last: bool = False) -> None: ...
 
     async def receive(self, *types: type[_T], timeout: float | None = None) -> _T: ...
 
@@ -50,7 +53,7 @@ class LocalLine:
         self.peer = peer
         self._outgoing, self._incoming = outgoing, incoming
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: Message, *, last: bool = False) -> None:
         try:
             await self._outgoing.send(message)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -121,15 +124,16 @@ class Session:
                 nursery.cancel_scope.cancel()
 
     async def _write(self) -> None:
-        message: Message = Queued(self._load())
+        patience = min(SOON, self._pulse)
         try:
-            while not isinstance(message, FINAL):
-                await self.line.send(message)
-                message = Queued(self._load())
-                with trio.move_on_after(self._pulse):
+            while True:
+                message: Message = Queued(self._load())
+                with trio.move_on_after(patience):
                     message = await self._queued.receive()
-            await self.line.send(message)
-            self.end()
+                await self.line.send(message)
+                if isinstance(message, FINAL):
+                    self.end()
+                patience = self._pulse
         except ShoalError as error:
             self.end(error)
 

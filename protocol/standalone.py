@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 import attrs
 import trio
 
+from protocol.background import in_background
 from protocol.blocking import BlockingCollective
 from protocol.channels import ChannelSettings
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import RequestTimeout, RoundAborted, ShoalError, first_error
+from protocol.errors import RequestTimeout, RoundAborted
 from protocol.identity import Identity, PeerId
 from protocol.mesh import Mesh
 from protocol.operations import AsyncCollective
@@ -104,16 +103,27 @@ class Joined(BlockingCollective):
             RequestTimeout: There are not, in so many seconds.
         """
 
-        async def wait() -> None:
-            with trio.fail_after(math.inf if timeout is None else timeout):
-                await self._place.mesh.wait_for(count)
+        wait_for_members(self._place.mesh, count, timeout, self._token)
 
-        try:
-            trio.from_thread.run(wait, trio_token=self._token)
-        except trio.TooSlowError:
-            raise RequestTimeout(f"fewer than {count} members have come within {timeout:g} s") from None
-        except (trio.Cancelled, trio.RunFinishedError):
-            raise RoundAborted("the collective has ended") from None
+
+def wait_for_members(mesh: Mesh, count: int, timeout: float | None, token: trio.lowlevel.TrioToken) -> None:
+    """Waits, in another thread than the mesh's, until it has so many members.
+
+    Raises:
+        RequestTimeout: It has not, in so many seconds.
+        RoundAborted: Its thread has ended.
+    """
+
+    async def wait() -> None:
+        with trio.fail_after(math.inf if timeout is None else timeout):
+            await mesh.wait_for(count)
+
+    try:
+        trio.from_thread.run(wait, trio_token=token)
+    except trio.TooSlowError:
+        raise RequestTimeout(f"fewer than {count} members have come within {timeout:g} s") from None
+    except (trio.Cancelled, trio.RunFinishedError):
+        raise RoundAborted("the collective has ended") from None
 
 
 @contextmanager
@@ -128,46 +138,5 @@ def join_collective(
 ) -> Iterator[Joined]:
     """As `open_collective`, for programs without trio: the peer runs in a thread of its own."""
     opening = partial(open_collective, name, listen=listen, peers=peers, key=key, limits=limits, settings=settings)
-    thread = _Thread(opening)
-    thread.start()
-    try:
-        yield thread.joined.result()
-    finally:
-        thread.stop()
-
-
-class _Thread(threading.Thread):
-    """Trio's thread, in which a peer runs."""
-
-    def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Place]]) -> None:
-        super().__init__(name="shoal", daemon=True)
-        self._opening = opening
-        self._scope = trio.CancelScope()
-        self._token: trio.lowlevel.TrioToken | None = None
-        self.joined: Future[Joined] = Future()
-        """The peer, as soon as it listens, or why it does not."""
-
-    def run(self) -> None:
-        """The thread."""
-        error: ShoalError = RoundAborted("the peer did not start")
-        try:
-            trio.run(self._live)
-        except* ShoalError as group:
-            error = first_error(group)
-        finally:
-            if not self.joined.done():
-                self.joined.set_exception(error)
-
-    def stop(self) -> None:
-        """Says goodbye to everybody, and waits for the end."""
-        if self._token is not None:
-            with suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(self._scope.cancel)
-        self.join()
-
-    async def _live(self) -> None:
-        with self._scope:
-            async with self._opening() as place:
-                self._token = trio.lowlevel.current_trio_token()
-                self.joined.set_result(Joined(place, self._token))
-                await trio.sleep_forever()
+    with in_background(opening) as (place, token):
+        yield Joined(place, token)

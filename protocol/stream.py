@@ -89,18 +89,22 @@ class Stream:
     ) -> None:
         self.close(abandon=kind is not None)
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: Message, *, last: bool = False) -> None:
         """Sends a message. Returns once it is queued.
 
         If cancelled, either all of the message is sent or nothing.
 
+        Args:
+            message: What to send.
+            last: Finishes the stream with the same frame.
+
         Raises:
             MessageTooLong: It is longer than `wire.MAX_MESSAGE`. Nothing was sent.
         """
-        await self.send_encoded(encode(message))
+        await self.send_encoded(encode(message), last=last)
 
     async def send_encoded(self, data: bytes, *, last: bool = False) -> None:
-        """As `send`, for an encoded message; `last` finishes the stream with the same frame."""
+        """As `send`, for an encoded message."""
         with self._exclusive("send"):
             self._check_sendable()
             await self._until_pending(max(0, _SEND_BUFFER - len(data)))
@@ -113,27 +117,31 @@ class Stream:
             self._connection.kick()
         await trio.lowlevel.checkpoint()
 
-    async def send_bytes(self, data: Buffer) -> None:
+    async def send_bytes(self, data: Buffer, *, last: bool = False) -> None:
         """Sends raw bytes, whose number the other side must know. Returns when the buffer may be changed again.
 
         If cancelled before that, the stream is reset.
 
         Args:
             data: Any contiguous buffer; it is not copied.
+            last: Finishes the stream with the same frame.
         """
         view = memoryview(data)
         with self._exclusive("send"):
             self._check_sendable()
+            if view.nbytes:
+                self._mux.demote(self.raw)
+                self._mux.write(self.raw, view.cast("B"))
+            if last:
+                self._mux.finish(self.raw)
+            self._connection.kick()
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
-            self._mux.demote(self.raw)
-            self._mux.write(self.raw, view.cast("B"))
-            self._connection.kick()
             try:
                 await self._until_pending(0)
                 if self.raw.lost:
-                    self._check_sendable()
+                    self._check_wanted()
             finally:
                 if self.raw.pending:
                     self.reset()
@@ -184,7 +192,7 @@ class Stream:
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
-            self._mux.widen(self.raw)
+            self._mux.widen(self.raw, view.nbytes)
             self._connection.kick()
             raw = self.raw
             raw.wanted = view.cast("B")
@@ -219,7 +227,7 @@ class Stream:
         with self._exclusive("receive"):
             if self._size is not None or self._partial:
                 raise RuntimeError("a message has been received in part: its receive has to be completed first")
-            self._mux.widen(self.raw)
+            self._mux.widen(self.raw, INITIAL_WINDOW)
             self._connection.kick()
             try:
                 await self._until_readable(lambda: False)
@@ -363,17 +371,20 @@ class Stream:
         self._sending.begin(trio.current_time(), -self.raw.pending)
         try:
             while self.raw.pending > most:
-                self._check_sendable()
+                self._check_wanted()
                 await self._writable.park()
         finally:
             self._sending.end()
 
-    def _check_sendable(self) -> None:
+    def _check_wanted(self) -> None:
         if self._reset is not None:
             raise self._reset_error()
         self._connection.check()
         if self.raw.stopped:
             raise StreamReset(f"{self.peer.short} wants no more data on this stream")
+
+    def _check_sendable(self) -> None:
+        self._check_wanted()
         if self.raw.finished:
             raise RuntimeError("the stream was finished on our side")
 

@@ -179,8 +179,8 @@ class Transfer:
         self.settled = trio.Event()
         """Set when the result is complete, or the transfer has failed."""
         self.failure: Failure | None = None
-        self.bytes_sent = 0
         self.bytes_received = 0
+        self._bytes_sent = 0
         self._values, self._encoded = values, encoded
         self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
@@ -199,6 +199,11 @@ class Transfer:
     def complete(self) -> bool:
         """Whether every reduced element is here."""
         return self._ring is not None and self._ring.plan is self.plan and self._ring.complete
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of data that have left; of what is complete here, also those that are about to."""
+        return self._ring.bytes_out if self._ring is not None and self.complete else self._bytes_sent
 
     @property
     def segments(self) -> int:
@@ -298,8 +303,9 @@ class Transfer:
     async def _send(self, ring: Reduction, place: int) -> None:
         plan, peer = self.plan, self.plan.members[place]
         try:
-            async with self._endpoint.open(peer, RingData(plan.run, plan.tag, plan.id), bulk=True) as stream:
-                for number in range(ring.outgoing(place)):
+            request, count = RingData(plan.run, plan.tag, plan.id), ring.outgoing(place)
+            async with self._endpoint.open(peer, request, bulk=True, one_way=True) as stream:
+                for number in range(count):
                     while number >= ring.sendable(place):
                         await self._progress.park()
                     with trio.move_on_after(LONGEST_TURN):
@@ -307,12 +313,11 @@ class Transfer:
                             await self._turns.park()
                     data = ring.segment(place, number)
                     self._sending[place] = trio.current_time()
-                    await stream.send_bytes(data)
+                    await stream.send_bytes(data, last=number == count - 1)
                     del self._sending[place]
-                    self.bytes_sent += data.nbytes
+                    self._bytes_sent += data.nbytes
                     self._sent[place] = number + 1
                     self._turns.unpark_all()
-                await stream.finish()
         except ShoalError as error:
             self._sent[place] = ring.outgoing(place)  # nobody waits for its turn any more
             self._turns.unpark_all()

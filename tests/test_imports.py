@@ -19,6 +19,7 @@ SHELLS = {
     "protocol/attempt.py",
     "protocol/attempts.py",
     "protocol/awake.py",
+    "protocol/background.py",
     "protocol/blocking.py",
     "protocol/channel.py",
     "protocol/channels.py",

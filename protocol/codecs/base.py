@@ -105,7 +105,7 @@ class Codec(ABC):
         for start, stop in pieces(into.numel()):
             self._decode(source[self.encoded_size(start) : self.encoded_size(stop)], into[start:stop])
 
-    def add(self, data: Bytes, into: torch.Tensor, factor: float = 1.0) -> None:
+    def add(self, data: Bytes, into: torch.Tensor, factor: float = 1.0, *, first: bool = False) -> None:
         """Adds values times a factor to all of `into`, rounding factor · scale, the product and the sum, which may
         overflow.
 
@@ -113,12 +113,14 @@ class Codec(ABC):
             data: What `check` accepts.
             into: As for `decode`.
             factor: Is rounded to fp32 first.
+            first: There is nothing yet to add to: `into` may hold anything.
         """
         source, into = _readable(data), into.detach()
         for start, stop in pieces(into.numel()):
-            values = self._values[: stop - start]
+            values = into[start:stop] if first else self._values[: stop - start]
             self._decode(source[self.encoded_size(start) : self.encoded_size(stop)], values, factor)
-            into[start:stop].add_(values)
+            if not first:
+                into[start:stop].add_(values)
 
     def check(self, data: Bytes, length: int) -> None:
         """Looks at the bytes of so many values without decoding them.

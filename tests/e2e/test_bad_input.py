@@ -4,11 +4,13 @@ import attrs
 import pytest
 import trio
 
+from peer import open_swarm
 from peer.home import Home
 from peer.manifest import Manifest
 from peer.settings import RunSettings, Settings
 from peer.text import from_base32, to_base32
 from peer.ticket import PREFIX, Ticket, _checksum
+from protocol.errors import RequestRefused
 from protocol.identity import Identity, PeerId
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
@@ -176,3 +178,16 @@ async def test_identities(shoal, tmp_path, ticket, contents, mode):
     assert (outcome.code, outcome.out) == (2, "")
     assert str(file) in outcome.error
     assert file.read_bytes() == before
+
+
+async def test_programs_and_daemons_do_not_take_part_in_the_same_run(swarm):
+    founder = await swarm.found(run={"rounds": 0})
+    with pytest.raises(RequestRefused, match="that daemons train"):
+        async with open_swarm(founder.ticket, listen="127.0.0.1:0", map_port=False):
+            pass
+    async with open_swarm(listen="127.0.0.1:0", map_port=False) as programs:
+        lost = swarm.daemon("lost")
+        swarm.join(lost, programs.ticket)
+        assert await swarm.ended(lost) == 4
+        assert "a swarm of programs" in lost.log.read_text()
+    await swarm.stop(founder)

@@ -72,7 +72,7 @@ class Side:
             self.collect()
         if not self.streams or choices.one_in(6):
             if len(self.streams) < LIMITS.max_streams // 2:
-                self.open(bulk=choices.one_in(2))
+                self.open(bulk=choices.one_in(2), one_way=choices.one_in(3))
             return
         stream = choices.of(list(self.streams.values()))
         match choices.number(11):
@@ -83,7 +83,7 @@ class Side:
             case 5 | 6:
                 self.want(stream, choices.of(_SIZES))
             case 7:
-                self.mux.widen(stream)
+                self.mux.widen(stream, choices.of(_SIZES))
             case 8:
                 self.mux.demote(stream)
             case 9:
@@ -97,9 +97,9 @@ class Side:
                 self.given_up.add(stream.id)
                 self.forget(stream.id)
 
-    def open(self, *, bulk: bool) -> None:
+    def open(self, *, bulk: bool, one_way: bool) -> None:
         try:
-            stream = self.mux.open(bulk=bulk)
+            stream = self.mux.open(bulk=bulk, one_way=one_way)
         except Overloaded:
             assert self.mux.retired
         else:
@@ -119,7 +119,7 @@ class Side:
     def want(self, stream: MuxStream, size: int) -> None:
         """Begins to read into a buffer."""
         if stream.id not in self.buffers and stream.id not in self.stopped:
-            self.mux.widen(stream)
+            self.mux.widen(stream, size)
             self.buffers[stream.id] = bytearray(_GUARD + bytes(size) + _GUARD)
             stream.wanted = memoryview(self.buffers[stream.id])[len(_GUARD) : -len(_GUARD)]
             self.collect()  # nobody waits for what is there

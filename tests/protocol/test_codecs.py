@@ -433,6 +433,9 @@ def test_adding_rounds_the_factor_of_a_block_and_then_the_product_and_the_sum(na
             scales[first : first + BLOCK] = np.frombuffer(data[at : at + 4], F)
     codes = np.divide(values, scales, out=np.zeros(length, F), where=scales != 0)
     assert same_bits(into, torch.from_numpy(start.numpy() + codes * (scales * factor)))
+    into.fill_(math.nan)
+    make_codec(name).add(data, into, float(factor), first=True)
+    assert same_bits(into, torch.from_numpy(codes * (scales * factor)))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

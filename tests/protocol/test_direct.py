@@ -111,7 +111,7 @@ def test_all_members_end_with_the_bits_of_the_reference(unequal, codec, weights,
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     inputs = {peer: torch.randn(length, generator=generator) for peer in plan.members}
     parts = begin(plan, inputs, {})
-    move(parts, data.draw(st.randoms(use_true_random=False)), 10**6)
+    assert move(parts, data.draw(st.randoms(use_true_random=False)), 10**6) == sum(part.bytes_out for part in parts)
     assert all(part.complete for part in parts)
     assert {bits(part.mean) for part in parts} == {bits(expected_mean(plan, inputs, {}))}
 
@@ -131,7 +131,9 @@ def test_values_are_rounded_once_on_each_way_however_many_members_there_are(code
 def test_as_many_bytes_as_around_a_ring_but_shorter(codec, most, rng):
     plan = make_plan([1.0] * 4, 1 << 18, codec)
     inputs = dict.fromkeys(plan.members, torch.ones(plan.length))
-    total = move(begin(plan, inputs, {}), rng, 10**6)
+    parts = begin(plan, inputs, {})
+    total = move(parts, rng, 10**6)
+    assert total == sum(part.bytes_out for part in parts)
     assert total <= most * 4 * plan.length * 2 * 3
 
 

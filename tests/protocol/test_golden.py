@@ -21,7 +21,7 @@ from protocol.budget import Budget
 from protocol.channel import LANE_OPENING
 from protocol.frames import Kind
 from protocol.identity import Identity, PeerId
-from protocol.mux import Mux
+from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import MuxLimits, MuxStream
 from protocol.noise import Handshake
 from protocol.pairs import swap_id
@@ -350,7 +350,7 @@ def test_a_conversation():
         golden("01 01 0000 00000001  07 00 0008 00000000 3132333435363738  02 00 0006 00000001 00000002 6869")
     ]
     (opened, _) = bob.receive(bytes(sent[0]))
-    bob.widen(opened.stream)
+    bob.widen(opened.stream, FIRST_WINDOW)
     assert [bytes(record) for record in bob.take(1 << 20, 1 << 20).records] == [
         golden("08 00 0008 00000000 3132333435363738  04 00 0004 00000001 000f0000")
     ]
@@ -359,6 +359,10 @@ def test_a_conversation():
     assert [bytes(record) for record in alice.take(1 << 20, 1 << 20).records] == [
         golden("03 01 0004 00000001 00001388"),
         bytes(5000),
+    ]
+    alice.finish(alice.open(bulk=True, one_way=True))
+    assert [bytes(record) for record in alice.take(1 << 20, 1 << 20).records] == [
+        golden("01 03 0000 00000003  02 01 0000 00000003")
     ]
     bob.stop(opened.stream)
     bob.reset(opened.stream)

@@ -13,7 +13,7 @@ from protocol import frames, mux
 from protocol.budget import Budget
 from protocol.errors import Overloaded, ProtocolError
 from protocol.frames import IN_USE, MAX_RECORD, RECORD, Kind, pack
-from protocol.mux import Mux
+from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import (
     INITIAL_WINDOW,
     Goodbye,
@@ -59,7 +59,7 @@ def opened(a, b, *, bulk=False):
     (event,) = transfer(a, b)
     assert isinstance(event, Opened)
     if bulk:
-        b.widen(event.stream)
+        b.widen(event.stream, FIRST_WINDOW)
     return ours, event.stream
 
 
@@ -148,7 +148,7 @@ def test_bulk_that_nobody_reads_has_the_window_of_any_other_stream():
     a.write(ours, bytes(1_000_000))
     transfer(a, b)
     assert event.stream.available == INITIAL_WINDOW
-    b.widen(event.stream)
+    b.widen(event.stream, FIRST_WINDOW)
     transfer(b, a)
     transfer(a, b)
     assert event.stream.available == LIMITS.window

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol.budget import Budget
 from protocol.errors import ProtocolError
 from protocol.frames import FIN, RECORD, Kind, pack
-from protocol.mux import Mux
+from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import INITIAL_WINDOW, Acknowledged, Intake, LanesWanted, MuxLimits, MuxStream
 from protocol.pieces import Ahead, Outbox, Piece
 
@@ -201,7 +201,7 @@ def test_a_stream_goes_over_to_pieces_once_the_other_side_has_given_credit():
     assert sender.take_piece(LARGE) is None
     for record in sender.take(LARGE, LARGE).records:
         receiver.receive(bytes(record))
-    receiver.widen(theirs)
+    receiver.widen(theirs, FIRST_WINDOW)
     for record in receiver.take(LARGE, LARGE).records:
         sender.receive(bytes(record))
     sender.write(ours, b"bytes")
@@ -217,7 +217,7 @@ def test_a_stream_goes_over_to_pieces_once_the_other_side_has_given_credit():
 
 def test_pieces_go_over_the_main_connection_when_there_are_no_lanes_left():
     sender, ours, receiver, theirs = pair()
-    receiver.widen(theirs)
+    receiver.widen(theirs, FIRST_WINDOW)
     for record in receiver.take(LARGE, LARGE).records:
         sender.receive(bytes(record))
     sender.lanes = 1
@@ -238,7 +238,7 @@ def test_pieces_go_over_the_main_connection_when_there_are_no_lanes_left():
 
 def test_what_a_reset_stream_had_on_a_lost_lane_is_not_carried_again():
     sender, ours, receiver, theirs = pair()
-    receiver.widen(theirs)
+    receiver.widen(theirs, FIRST_WINDOW)
     for record in receiver.take(LARGE, LARGE).records:
         sender.receive(bytes(record))
     sender.lanes = 1
@@ -266,7 +266,7 @@ class TwoWays:
 
     def __init__(self):
         self.sender, self.ours, self.receiver, self.theirs = pair()
-        self.receiver.widen(self.theirs)
+        self.receiver.widen(self.theirs, FIRST_WINDOW)
         self.main, self.back = [], []
         self.lanes = {}
         self.opened = 0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.identity import PeerId
-from protocol.plan import NO_BALLOT, Ballot, Part, Plan, Salvaged, Source, coordinators
+from protocol.plan import NO_BALLOT, SMALL, Ballot, Part, Plan, Salvaged, Source, coordinators
 from protocol.round_messages import Propose
 from protocol.wire import decode, encode
 
@@ -144,10 +144,14 @@ def test_blocks_are_of_what_is_reduced_and_of_any_size():
 
 def test_nobody_owns_so_much_that_it_keeps_more_than_two_vectors_of_others():
     members = tuple(peer(number) for number in range(6))
-    many = {"members": members, "weights": (1.0,) * 6, "length": 10_000}
-    assert plan(blocks=(5000, 5000, 0, 0, 0, 0), **many)
+    many = {"members": members, "weights": (1.0,) * 6, "length": 100_000}
+    assert plan(blocks=(50_000, 50_000, 0, 0, 0, 0), **many)
     with pytest.raises(ValueError, match="owns too much"):
-        plan(blocks=(5010, 4990, 0, 0, 0, 0), **many)
+        plan(blocks=(50_010, 49_990, 0, 0, 0, 0), **many)
+    small = SMALL // 6
+    assert plan(blocks=(small, 0, 0, 0, 0, 0), **many | {"length": small})
+    with pytest.raises(ValueError, match="owns too much"):
+        plan(blocks=(small + 1, 0, 0, 0, 0, 0), **many | {"length": small + 1})
 
 
 def test_who_owns_much_has_more_time():

@@ -56,7 +56,7 @@ class Leaving:
 
     peer_id = A
 
-    def open(self, peer, request, *, bulk):
+    def open(self, peer, request, *, bulk, one_way):
         return self
 
     def statistics(self, peer):
@@ -68,10 +68,7 @@ class Leaving:
     async def __aexit__(self, *error):
         pass
 
-    async def send_bytes(self, data):
-        await trio.lowlevel.checkpoint()
-
-    async def finish(self):
+    async def send_bytes(self, data, *, last):
         await trio.lowlevel.checkpoint()
 
 

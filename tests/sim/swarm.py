@@ -39,11 +39,11 @@ class JammedStream:
             await trio.sleep_forever()
         await self.stream.send(message)
 
-    async def send_bytes(self, data) -> None:
+    async def send_bytes(self, data, **how) -> None:
         if not self.left:
             await trio.sleep_forever()
         self.left -= 1
-        await self.stream.send_bytes(data)
+        await self.stream.send_bytes(data, **how)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -120,8 +120,8 @@ class SimulatedPeer:
         original = self.endpoint.open
 
         @asynccontextmanager
-        async def jammed(peer, request, *, bulk=False):
-            async with original(peer, request, bulk=bulk) as stream:
+        async def jammed(peer, request, **how):
+            async with original(peer, request, **how) as stream:
                 yield JammedStream(stream, after) if isinstance(request, RingData) else stream
 
         self.endpoint.open = jammed

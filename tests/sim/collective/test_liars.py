@@ -26,8 +26,8 @@ class Twisted:
     async def send(self, message) -> None:
         await self.stream.send(self.message(message))
 
-    async def send_bytes(self, data) -> None:
-        await self.stream.send_bytes(self.data(data))
+    async def send_bytes(self, data, **how) -> None:
+        await self.stream.send_bytes(self.data(data), **how)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -37,8 +37,8 @@ def twist(peer, *, message=lambda message: message, data=lambda data: data) -> N
     original = peer.endpoint.open
 
     @asynccontextmanager
-    async def opened(target, request, *, bulk=False):
-        async with original(target, request, bulk=bulk) as stream:
+    async def opened(target, request, **how):
+        async with original(target, request, **how) as stream:
             yield Twisted(stream, message, data) if isinstance(request, RingData) else stream
 
     peer.endpoint.open = opened

@@ -188,8 +188,8 @@ class Garbling:
     def __init__(self, stream) -> None:
         self.stream = stream
 
-    async def send_bytes(self, data) -> None:
-        await self.stream.send_bytes(b"\xff" * memoryview(data).nbytes)
+    async def send_bytes(self, data, **how) -> None:
+        await self.stream.send_bytes(b"\xff" * memoryview(data).nbytes, **how)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -202,8 +202,8 @@ async def test_what_cannot_be_decoded_excludes_its_sender(autojump_clock, swarm_
         original = liar.endpoint.open
 
         @asynccontextmanager
-        async def garbled(peer, request, *, bulk=False):
-            async with original(peer, request, bulk=bulk) as stream:
+        async def garbled(peer, request, **how):
+            async with original(peer, request, **how) as stream:
                 yield Garbling(stream) if isinstance(request, RingData) else stream
 
         liar.endpoint.open = garbled

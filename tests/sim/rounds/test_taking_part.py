@@ -48,8 +48,8 @@ async def test_weighted_mean_and_what_is_told_about_it(autojump_clock, swarm_of)
             assert set(reduced.contributors) == {other.id for other in swarm.peers}
             assert reduced.attempts == 1
             assert reduced.seconds > 0
-            assert 4 * 2 * 2 <= reduced.bytes_received <= 4 * 2 * 2 * 2
-            assert reduced.bytes_sent > 0
+            assert reduced.bytes_received == 4 * 5 * (2 if peer.id == reduced.plan.coordinator else 1)
+            assert reduced.bytes_sent == reduced.bytes_received
             assert [event.event for event in peer.events] == ["round_started"]
             assert peer.events[0].members == reduced.plan.members
         assert [value.tolist() for value in values] == [[1.0] * 5, [2.0] * 5, [6.0] * 5]

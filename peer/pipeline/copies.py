@@ -1,0 +1,102 @@
+"""Copies of stages' states at peers of other stages: what a stage goes on from that has lost all its servers.
+
+The first server of each stage keeps a copy of the next stage's state, and renews it now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+from optim.swarm.state import StageState
+from peer.pipeline.crew import Crew
+from peer.pipeline.messages import FetchState, stage_run
+from peer.pipeline.service import send_tensors
+from peer.pipeline.tensors import load
+from peer.pipeline.transfer import fetch_tensors
+from protocol.courtesy import Courtesy
+from protocol.endpoint import Endpoint
+from protocol.errors import RequestRefused, ShoalError
+from protocol.stream import Stream
+
+
+class Copies:
+    """The copies that this peer keeps. `run` must run."""
+
+    def __init__(self, endpoint: Endpoint, run_id: bytes, stages: int, crew: Crew, courtesy: Courtesy) -> None:
+        self._endpoint, self._run, self._stages, self._crew = endpoint, run_id, stages, crew
+        self._courtesy = courtesy
+        self._kept: dict[int, tuple[int, bytes]] = {}
+        self._handlers: dict[int, contextlib.ExitStack] = {}
+        self._wanted: int | None = None
+        self._asked = trio.Event()
+
+    def renew(self, stage: int) -> None:
+        """Fetches the state of the stage after this one, in which we serve, if that is for us to do; not at once."""
+        servers = list(self._crew.servers(stage))
+        if self._stages > 1 and servers and servers[0] == self._crew.peer:
+            self._wanted = (stage + 1) % self._stages
+            self._asked.set()
+
+    async def run(self) -> None:
+        """Fetches copies until cancelled."""
+        try:
+            while True:
+                await self._asked.wait()
+                self._asked = trio.Event()
+                if self._wanted is not None:
+                    await self._fetch(self._wanted)
+        finally:
+            for stage in list(self._kept):
+                self._forget(stage)
+
+    @contextmanager
+    def without(self, stage: int) -> Iterator[None]:
+        """While we serve a stage ourselves, there is no copy of it here."""
+        self._forget(stage)
+        yield
+
+    async def find(self, stage: int) -> StageState | None:
+        """A copy of a stage's state, ours or somebody else's; None if nobody has one."""
+        if stage in self._kept:
+            step, data = self._kept[stage]
+            return load(data, step)
+        for peer, standing in self._crew.standings.items():
+            if stage in standing.copies and peer != self._crew.peer:
+                with contextlib.suppress(ShoalError):
+                    step, data = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, stage)))
+                    return load(data, step)
+        return None
+
+    async def _fetch(self, stage: int) -> None:
+        for peer in self._crew.servers(stage):
+            with contextlib.suppress(ShoalError):
+                kept = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, stage)))
+                break
+        else:
+            return
+        if self._crew.own.stage == stage:  # we have moved meanwhile
+            return
+        for other in list(self._kept.keys() - {stage}):
+            self._forget(other)
+        self._kept[stage] = kept
+        if stage not in self._handlers:
+            stack = self._handlers[stage] = contextlib.ExitStack()
+            run = stage_run(self._run, stage)
+            stack.enter_context(self._endpoint.serving(run, "", {FetchState: self._on_fetch}))
+        self._crew.announce(copies=tuple(self._kept))
+
+    def _forget(self, stage: int) -> None:
+        if self._kept.pop(stage, None) is not None:
+            self._handlers.pop(stage).close()
+            self._crew.announce(copies=tuple(self._kept))
+
+    async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
+        for stage, (step, data) in self._kept.items():
+            if stage_run(self._run, stage) == request.run and stream.peer in self._crew.standings:
+                await send_tensors(stream, step, data, self._courtesy)
+                return
+        raise RequestRefused("this state is not kept here", code="gone")

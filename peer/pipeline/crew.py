@@ -1,0 +1,162 @@
+"""Who does what in a pipeline: each peer tells all others of its standing, and hears theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import attrs
+import trio
+
+from peer.pipeline.messages import Hello, Standing, Welcome
+from protocol.endpoint import Endpoint
+from protocol.errors import RequestRefused, ShoalError
+from protocol.identity import PeerId
+from protocol.mesh import Mesh
+from protocol.stream import Stream
+
+RETRY = 0.5
+"""Seconds until a member that did not hear us is told again."""
+
+
+class Crew:
+    """The standings of a run's members. `run` must run.
+
+    Args:
+        endpoint: Carries everything.
+        run_id: 32 bytes.
+        mesh: Who is there.
+        standing: Ours, to begin with.
+    """
+
+    def __init__(self, endpoint: Endpoint, run_id: bytes, mesh: Mesh, standing: Standing) -> None:
+        self._endpoint, self._run, self._mesh = endpoint, run_id, mesh
+        self.own = standing
+        self._others: dict[PeerId, Standing] = {}
+        self.furthest = 0
+        """The last step that anybody has been at, as far as we know."""
+        self._announced = trio.Event()
+        self.changed = trio.Event()
+        """Set, and replaced, when a standing changes, ours included, or somebody comes or goes."""
+
+    @property
+    def peer(self) -> PeerId:
+        """Who we are."""
+        return self._endpoint.peer_id
+
+    @property
+    def standings(self) -> dict[PeerId, Standing]:
+        """Of all who are there and have told theirs, ourselves included."""
+        members = self._mesh.members
+        return {self.peer: self.own} | {peer: self._others[peer] for peer in members if peer in self._others}
+
+    def servers(self, stage: int) -> dict[PeerId, Standing]:
+        """Of those who serve a stage and have its state, ourselves included."""
+        return {
+            peer: standing
+            for peer, standing in sorted(self.standings.items())
+            if standing.stage == stage and standing.ready
+        }
+
+    def trainers(self, step: int) -> list[PeerId]:
+        """Those who lead the microbatches of a step, in order: who came during it only if there is nobody else."""
+        since = {
+            peer: each.trains_from for peer, each in sorted(self.standings.items()) if each.trains_from is not None
+        }
+        return [peer for peer, first in since.items() if first <= step] or list(since)
+
+    def announce(self, **changes: Any) -> None:  # noqa: ANN401 - the fields of a standing
+        """Changes our standing, and tells all members without waiting for any."""
+        changed = attrs.evolve(self.own, **changes)
+        if changed != self.own:
+            self.own = attrs.evolve(changed, number=self.own.number + 1)
+            self.furthest = max(self.furthest, changed.step)
+            self._announced.set()
+            self._announced = trio.Event()
+            self.notify()
+
+    def notify(self) -> None:
+        """Wakes up those who wait for changes."""
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that depends on the standings."""
+        while not condition():
+            await self.changed.wait()
+        await trio.lowlevel.checkpoint()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Tells and hears, until cancelled."""
+        told: set[PeerId] = set()
+        with self._endpoint.serving(self._run, "", {Hello: self._on_hello}):
+            async with trio.open_nursery() as nursery:
+                task_status.started()
+                while True:
+                    members = set(self._mesh.members) - {self.peer}
+                    for peer in members - told:
+                        nursery.start_soon(self._tell, peer, told)
+                    told |= members
+                    for peer in self._others.keys() - members:
+                        del self._others[peer]
+                    self.notify()
+                    await self._mesh.changes()
+
+    async def _tell(self, peer: PeerId, told: set[PeerId]) -> None:
+        """Keeps one member up to date for as long as it is there."""
+        number = -1
+        try:
+            while peer in self._mesh.members:
+                announced, current = self._announced, self.own
+                if current.number == number:
+                    with trio.move_on_after(RETRY):  # it may be gone
+                        await announced.wait()
+                    continue
+                try:
+                    welcome = await self._endpoint.request(peer, Hello(self._run, current), Welcome)
+                except ShoalError:
+                    await trio.sleep(RETRY)
+                    continue
+                number = current.number
+                self._hear(peer, welcome.standing)
+        finally:
+            told.discard(peer)
+
+    async def _on_hello(self, hello: Hello, stream: Stream) -> Welcome:
+        if not self._mesh.knows(stream.peer):
+            raise RequestRefused("say hello to the run first", code="not_a_member")
+        self._hear(stream.peer, hello.standing)
+        return Welcome(self.own)
+
+    def _hear(self, peer: PeerId, standing: Standing) -> None:
+        known = self._others.get(peer)
+        if self._mesh.knows(peer) and (known is None or known.number < standing.number):
+            self._others[peer] = standing
+            self.furthest = max(self.furthest, standing.step)
+            self.notify()
+
+
+class StageRoster:
+    """The servers of our stage, for the operations among them. Implements `protocol.roster.Roster`."""
+
+    def __init__(self, crew: Crew, mesh: Mesh, stage: int) -> None:
+        self._crew, self._mesh, self._stage = crew, mesh, stage
+
+    def partners(self) -> Collection[PeerId]:
+        able = set(self._mesh.partners())
+        return [peer for peer in self._crew.servers(self._stage) if peer in able]
+
+    def expected(self) -> Collection[PeerId]:
+        return list(self._crew.servers(self._stage))
+
+    def arriving(self) -> Collection[PeerId]:
+        return self._mesh.arriving()
+
+    def woken(self) -> bool:
+        return self._mesh.woken()
+
+    def knows(self, peer: PeerId) -> bool:
+        return peer in self._crew.servers(self._stage)
+
+    def doubt(self, peer: PeerId, seconds: float) -> None:
+        self._mesh.doubt(peer, seconds)

@@ -1,0 +1,433 @@
+"""One peer of a pipeline: which stage it serves, where it has the state from, and when it moves to another stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from random import Random
+
+import attrs
+import torch
+import trio
+
+from optim.swarm.arrivals import Bounds
+from optim.swarm.balance import Member, Move, Policy, moves, newcomers_stage, throughputs
+from optim.swarm.ledger import Ledger
+from optim.swarm.payloads import Encoding
+from optim.swarm.server import StageServer
+from optim.swarm.stages import Chain, Stage, cut
+from optim.swarm.state import StageState
+from optim.swarm.trainer import Sample
+from optim.swarm.trainer import Settings as TrainerSettings
+from peer.events import EventLog
+from peer.node import Compute
+from peer.pipeline.copies import Copies
+from peer.pipeline.crew import Crew, StageRoster
+from peer.pipeline.driver import Driver
+from peer.pipeline.messages import FetchState, Standing, stage_run
+from peer.pipeline.service import StageService
+from peer.pipeline.settling import Behind, Plan, StageSteps
+from peer.pipeline.tensors import load
+from peer.pipeline.transfer import fetch_tensors
+from protocol.channels import ChannelSettings
+from protocol.coordinator import RoundTimes
+from protocol.courtesy import Courtesy
+from protocol.endpoint import Endpoint
+from protocol.errors import ShoalError
+from protocol.identity import PeerId
+from protocol.mesh import Mesh
+from protocol.operations import AsyncCollective
+
+RETRY = 0.5
+"""Seconds until a state that could not be had is asked for again, unless the standings change earlier."""
+
+ACQUAINTED = 5.0
+"""Seconds for which a newcomer waits until all who are there have told it what they do."""
+
+EMPTY = 3.0
+"""Seconds for which a stage must have been without any server before somebody leaves its own stage for it at once."""
+
+LOST = 5.0
+"""Seconds for which another stage must have been ahead before a stage that nobody knows more about follows it."""
+
+
+@attrs.frozen(kw_only=True)
+class Pipeline:
+    """What a pipeline trains: the same at all peers.
+
+    Args:
+        run_id: 32 bytes.
+        chain: Makes the model with its first values, always the same.
+        stages: Into how many stages it is cut.
+        microbatches: Of a step.
+        sample: The contents of microbatch (step, number).
+        optimizer: Makes the optimizer of a stage.
+        rate: The learning rate of a step.
+        steps: After which it ends; 0: never.
+        encoding: How activations and their gradients look on the wire.
+        balance: When peers move between stages; `rest` is in steps.
+        save_every: Steps between two copies of a stage's state, on its servers' disks and at a peer of another stage.
+        times: Of the operations among a stage's servers.
+    """
+
+    run_id: bytes
+    chain: Callable[[], Chain]
+    stages: int
+    microbatches: int
+    sample: Callable[[int, int], Sample]
+    optimizer: Callable[[Stage], torch.optim.Optimizer]
+    rate: Callable[[int], float]
+    steps: int = 0
+    encoding: Encoding = "fp32"
+    balance: Policy = attrs.field(factory=lambda: Policy(gain=0.1, rest=20, most=1))
+    save_every: int = 10
+    times: RoundTimes = attrs.field(factory=lambda: RoundTimes(grace=2.0))
+
+
+@attrs.frozen(kw_only=True)
+class PipelineNode:
+    """Takes part in a pipeline until its steps are over.
+
+    Args:
+        pipeline: What is trained.
+        endpoint: Carries everything.
+        mesh: Who is there.
+        events: Where it is told what happens.
+        compute: Runs what takes long.
+        rng: Spreads load, and decides between equals.
+        stage: Which stage to serve first; None: where we are needed most.
+        serves: Whether it serves a stage.
+        trains: Whether it leads microbatches.
+        bounds: What its server keeps and does at a time.
+        trainer: How its trainer goes about it.
+        save: Keeps a stage's state, now and then and at the end; called by way of `compute`.
+    """
+
+    pipeline: Pipeline
+    endpoint: Endpoint
+    mesh: Mesh
+    events: EventLog
+    compute: Compute
+    rng: Random
+    stage: int | None = None
+    serves: bool = True
+    trains: bool = True
+    bounds: Bounds = attrs.field(factory=Bounds)
+    trainer: TrainerSettings = attrs.field(factory=TrainerSettings)
+    save: Callable[[int, StageState], None] = lambda stage, state: None
+    crew: Crew = attrs.field(init=False)
+    _courtesy: Courtesy = attrs.field(init=False)
+    _copies: Copies = attrs.field(init=False)
+    _serving: dict[int, StageService] = attrs.field(factory=dict, init=False)
+
+    @crew.default
+    def _make_crew(self) -> Crew:
+        return Crew(self.endpoint, self.pipeline.run_id, self.mesh, Standing())
+
+    @_courtesy.default
+    def _make_courtesy(self) -> Courtesy:
+        return Courtesy(lambda: self.endpoint.bytes_sent)
+
+    @_copies.default
+    def _make_copies(self) -> Copies:
+        return Copies(self.endpoint, self.pipeline.run_id, self.pipeline.stages, self.crew, self._courtesy)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serves and trains until the last step is made, or until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.crew.run)
+            nursery.start_soon(self._copies.run)
+            task_status.started()
+            if self.trains:
+                nursery.start_soon(self._train)
+            if self.serves:
+                await self._serve()
+            else:
+                await self.crew.until(self._is_over)
+            nursery.cancel_scope.cancel()
+
+    # As a trainer.
+
+    async def _train(self) -> None:
+        pipeline = self.pipeline
+        driver = Driver(
+            self.endpoint,
+            pipeline.run_id,
+            self.crew,
+            stages=pipeline.stages,
+            microbatches=pipeline.microbatches,
+            sample=pipeline.sample,
+            local=self._serving.get,
+            rng=self.rng,
+            settings=self.trainer,
+            on_losses=self._tell_losses,
+        )
+        step = self.crew.furthest
+        self.crew.announce(trains_from=step + 1 if step else 0)
+        await driver.run()
+
+    def _tell_losses(self, step: int, losses: list[float]) -> None:
+        self.events.emit("inner", step=step, loss=sum(losses) / len(losses), samples=len(losses))
+
+    def _ready(self) -> dict[PeerId, Standing]:
+        return {peer: each for peer, each in self.crew.standings.items() if each.ready and peer != self.crew.peer}
+
+    def _is_over(self) -> bool:
+        return 0 < self.pipeline.steps <= self.crew.furthest
+
+    # As a server.
+
+    async def _serve(self) -> None:
+        stage = self.stage
+        if stage is None:
+            with trio.move_on_after(ACQUAINTED):
+                await self.crew.until(lambda: len(self.crew.standings) == len(self.mesh.members))
+            stage = newcomers_stage(self._members(), self.pipeline.stages)
+        while True:
+            move = await self._serve_stage(stage)
+            if move is None:
+                return
+            self.events.emit("moved", source=move.source, target=move.target)
+            stage = move.target
+
+    def _members(self) -> list[Member]:
+        """What balancing goes by. Who fetches a stage's state counts as its server: help is on its way."""
+        standings = {peer: each for peer, each in self.crew.standings.items() if each.stage is not None}
+        known = [each.rate for each in standings.values() if each.rate]
+        usual = sum(known) / len(known) if known else 1.0
+        return [
+            Member(
+                peer=peer,
+                stage=each.stage or 0,
+                rate=each.rate or usual,
+                settled_for=float(each.rested),
+                leaving=each.leaving,
+                ready=each.ready,
+            )
+            for peer, each in standings.items()
+        ]
+
+    async def _serve_stage(self, number: int) -> Move | None:
+        """Serves a stage until the run is over (None), or until we are needed elsewhere more."""
+        pipeline, crew, run = self.pipeline, self.crew, stage_run(self.pipeline.run_id, number)
+        crew.announce(stage=number, ready=False, rested=0, counted=0, attempt=0, settled=False, missing=(), rate=0.0)
+        stage = await self.compute(lambda: cut(pipeline.chain(), pipeline.stages)[number])
+        server = StageServer(
+            stage,
+            pipeline.optimizer(stage),
+            microbatches=pipeline.microbatches,
+            encoding=pipeline.encoding,
+            bounds=self.bounds,
+        )
+        state = await self._find_state(number)
+        if state is None:
+            return None
+        server.restore(state)
+        self._live_anew()
+        service = StageService(
+            self.endpoint,
+            run,
+            server,
+            admits=self.mesh.knows,
+            compute=self.compute,
+            courtesy=self._courtesy,
+            changed=lambda: steps.tell(),
+        )
+        roster = StageRoster(crew, self.mesh, number)
+        settings = ChannelSettings(times=pipeline.times, report=self.events.report, courtesy=self._courtesy)
+        collective = AsyncCollective(self.endpoint, run, roster=roster, settings=settings)
+        steps = StageSteps(
+            service,
+            number,
+            Plan(run_id=pipeline.run_id, stages=pipeline.stages, microbatches=pipeline.microbatches),
+            crew=crew,
+            collective=collective,
+            endpoint=self.endpoint,
+            compute=self.compute,
+            rate=pipeline.rate,
+            on_step=partial(self._tell_step, number),
+        )
+        with self._copies.without(number):
+            try:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(service.run)
+                    await nursery.start(collective.run)
+                    self._serving[number] = service
+                    steps.tell()
+                    move = await self._steps(number, service, steps)
+                    nursery.cancel_scope.cancel()
+            finally:
+                self._serving.pop(number, None)
+        return move
+
+    def _live_anew(self) -> None:
+        self.crew.announce(life=self.crew.own.life + 1)
+
+    def _tell_step(self, stage: int, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
+        counted = {
+            str(peer): {str(number): samples for number, samples in ledger.items()} for peer, ledger in ledgers.items()
+        }
+        self.events.emit("stage_step", stage=stage, step=step, ledgers=counted)
+
+    async def _steps(self, number: int, service: StageService, steps: StageSteps) -> Move | None:
+        """Makes steps until there is a reason not to."""
+        server, urgent = service.server, list[Move]()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_for_emptiness, urgent, nursery.cancel_scope)
+            while not self.pipeline.steps or server.step < self.pipeline.steps:
+                lost = await self._one_step(number, server, steps)
+                if lost is not None:
+                    state = await self._find_state(number, server) if lost < 0 else None
+                    if lost < 0 and state is None:
+                        return None
+                    async with service.paused():
+                        server.skip(lost) if state is None else server.restore(state)
+                    self._live_anew()
+                steps.tell()
+                move = await self._own_move(number, server.step)
+                if move is not None:
+                    nursery.cancel_scope.cancel()
+                    return move
+                if server.step % self.pipeline.save_every == 0:
+                    self._copies.renew(number)
+                    await self._save(number, service)
+            if server.step % self.pipeline.save_every:
+                await self._save(number, service)
+            await self._see_off(server.step)
+            nursery.cancel_scope.cancel()
+        return urgent[0] if urgent else None
+
+    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> int | None:
+        """Makes a step.
+
+        Returns:
+            None if it is made; -1 if our stage has made it without us, so that we need its state; else the step at
+            which to go on, as our stage has lost what it had settled.
+        """
+        followed: list[int] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_for_loss, number, server, followed, nursery.cancel_scope)
+                await steps.step()
+                nursery.cancel_scope.cancel()
+        except* Behind:
+            self.crew.announce(ready=False)
+            followed.append(-1)
+        if followed and followed[0] > 0:
+            self.events.emit("stage_lost", stage=number, step=followed[0])
+        return followed[0] if followed else None
+
+    async def _save(self, number: int, service: StageService) -> None:
+        async with service.paused() as server:
+            state = await self.compute(server.snapshot)
+        await self.compute(self.save, number, state)
+
+    async def _own_move(self, number: int, step: int) -> Move | None:
+        """Where we are needed more, now that a step is made. Others of our stage have to have made it, too."""
+
+        def are_there() -> bool:
+            servers = self.crew.servers(number)
+            return any(each.step >= step for peer, each in servers.items() if peer != self.crew.peer)
+
+        move = next((move for move in self._moves() if move.peer == self.crew.peer), None)
+        if move is None or step == self.pipeline.steps:
+            return None
+        with trio.move_on_after(EMPTY):
+            await self.crew.until(are_there)
+        return move if are_there() else None
+
+    def _moves(self) -> list[Move]:
+        return moves(self._members(), self.pipeline.stages, self.pipeline.balance)
+
+    async def _watch_for_emptiness(self, urgent: list[Move], scope: trio.CancelScope) -> None:
+        """Ends the block if a stage has lost all its servers, and it is for us to go there."""
+
+        def called() -> Move | None:
+            members = self._members()
+            rates = throughputs(members, self.pipeline.stages)
+            if all(rates):
+                return None
+            own = [move for move in self._moves() if move.peer == self.crew.peer and not rates[move.target]]
+            return own[0] if own else None
+
+        while True:
+            await self.crew.until(lambda: called() is not None)
+            await trio.sleep(EMPTY)
+            if (move := called()) is not None:
+                urgent.append(move)
+                scope.cancel()
+                return
+
+    async def _watch_for_loss(
+        self, number: int, server: StageServer, followed: list[int], scope: trio.CancelScope
+    ) -> None:
+        """Ends the block if other stages are ahead of ours and nobody of ours knows how: the step is lost for us."""
+
+        def lost() -> int | None:
+            ours = self.crew.servers(number).values()
+            if server.phase == "settled" or any(each.settled or each.step > server.step for each in ours):
+                return None
+            ahead = max((each.step for each in self._ready().values()), default=0)
+            return ahead if ahead > server.step else None
+
+        while True:
+            await self.crew.until(lambda: lost() is not None)
+            await trio.sleep(LOST)
+            if (step := lost()) is not None:
+                followed.append(step)
+                scope.cancel()
+                return
+
+    async def _see_off(self, step: int) -> None:
+        """Stays until the other stages have made the last step, too: they need to know that ours has settled."""
+        with trio.move_on_after(30.0):
+            await self.crew.until(
+                lambda: all(each.step >= step for each in self.crew.standings.values() if each.stage is not None)
+            )
+
+    async def _find_state(self, number: int, server: StageServer | None = None) -> StageState | None:
+        """The state of a stage that we are to serve: from another server, from a copy, or the first one.
+
+        What `server` has is better than nothing if all others of its stage are gone. None if the run is over meanwhile.
+        """
+        began, received = trio.current_time(), self.endpoint.bytes_received
+        while True:
+            changed = self.crew.changed
+            state = await self._state(number)
+            if state is None and server is not None and trio.current_time() > began + LOST:
+                state = attrs.evolve(await self.compute(server.snapshot), step=self.crew.furthest, mean=None)
+            if state is not None:
+                break
+            if self._is_over():
+                return None
+            with trio.move_on_after(RETRY):
+                await changed.wait()
+        self.events.emit(
+            "synced",
+            stage=number,
+            step=state.step,
+            seconds=trio.current_time() - began,
+            bytes=self.endpoint.bytes_received - received,
+        )
+        return state
+
+    async def _state(self, number: int) -> StageState | None:
+        request = FetchState(stage_run(self.pipeline.run_id, number))
+        others = [peer for peer in self.crew.servers(number) if peer != self.crew.peer]
+        self.rng.shuffle(others)
+        for peer in others:
+            with contextlib.suppress(ShoalError):
+                step, data = await fetch_tensors(self.endpoint, peer, request)
+                return await self.compute(partial(load, data, step))
+        if others:
+            return None
+        if not self.crew.furthest:  # nobody has made a step yet
+            return await self.compute(self._first_state, number)
+        copy = await self._copies.find(number)
+        return None if copy is None else attrs.evolve(copy, step=self.crew.furthest, mean=None)
+
+    def _first_state(self, number: int) -> StageState:
+        chain = self.pipeline.chain()
+        stage = cut(chain, self.pipeline.stages)[number]
+        return StageState(0, stage.state(), {})

@@ -1,0 +1,218 @@
+"""A stage's server on the network: takes requests of trainers, computes them in a worker thread, and answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import attrs
+import torch
+import trio
+
+from optim.swarm.messages import Answer, Request, Withdraw
+from optim.swarm.server import Batch, StageServer
+from peer.node import Compute
+from peer.pipeline.messages import (
+    Ask,
+    FetchState,
+    FetchTied,
+    TensorsReply,
+    WithdrawReply,
+    WithdrawRequest,
+    receive_request,
+    send_answer,
+)
+from peer.pipeline.tensors import dump, dump_tensors
+from protocol.courtesy import Courtesy
+from protocol.endpoint import Endpoint
+from protocol.errors import ProtocolError, RequestRefused, ShoalError
+from protocol.handlers import Handler
+from protocol.identity import PeerId
+from protocol.stream import Stream
+
+RATE_SMOOTHING = 0.2
+"""How much the newest batch counts in the measured rate."""
+
+TIED_STEPS = 2
+"""Steps for which the gradients of what several stages use are kept for other stages."""
+
+PASSES = {"forward": 1.0, "backward": 3.0}
+"""Work per sample, in forward passes; a sample takes all of these once."""
+
+
+@attrs.define(eq=False)
+class _Waiting:
+    """A trainer that waits for an answer."""
+
+    done: trio.Event = attrs.field(factory=trio.Event)
+    answer: Answer | None = None
+    error: ShoalError | None = None
+    gone: bool = False
+
+    def fail(self, error: ShoalError) -> None:
+        self.error = error
+        self.done.set()
+
+
+class StageService:
+    """Serves one stage until cancelled.
+
+    Args:
+        endpoint: Carries everything.
+        run_id: The stage's, see `stage_run`.
+        server: What it does.
+        admits: Who is a member of the run.
+        compute: Runs what takes long.
+        courtesy: Lets operations go before states that are sent.
+        changed: Called when the ledger has changed.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: bytes,
+        server: StageServer,
+        *,
+        admits: Callable[[PeerId], bool],
+        compute: Compute,
+        courtesy: Courtesy,
+        changed: Callable[[], None],
+    ) -> None:
+        self.server = server
+        self.rate = 0.0
+        """Samples per second, forwards and backwards, as measured."""
+        self._endpoint, self._run, self._admits = endpoint, run_id, admits
+        self._compute, self._courtesy, self._changed = compute, courtesy, changed
+        self._arrived = trio.Event()
+        self._lock = trio.Lock()
+        self._tied: dict[int, bytes] = {}
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Computes what is asked for, in batches, until cancelled; who waits then is refused."""
+        handlers: dict[type, Handler] = {
+            Ask: self._on_ask,
+            WithdrawRequest: self._on_withdraw,
+            FetchState: self._on_fetch,
+            FetchTied: self._on_tied,
+        }
+        waiting = self.server.arrivals
+        try:
+            with self._endpoint.serving(self._run, "", handlers):
+                task_status.started()
+                while True:
+                    arrived = self._arrived
+                    for each in waiting.expired(trio.current_time()):
+                        _waiting(each.ticket).fail(RequestRefused("it has waited too long", code="late"))
+                    async with self._lock:
+                        batch = self.server.take(trio.current_time())
+                        if batch is not None:
+                            await self._work(batch)
+                    if batch is None:
+                        with trio.move_on_after(1.0 if len(waiting) else math.inf):
+                            await arrived.wait()
+        finally:
+            for each in waiting.expired(math.inf):
+                _waiting(each.ticket).fail(RequestRefused("this peer does not serve the stage any more", code="gone"))
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[StageServer]:
+        """The server, between two batches; nothing is computed within the block."""
+        async with self._lock:
+            yield self.server
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to compute."""
+        self._arrived.set()
+        self._arrived = trio.Event()
+
+    def keep_tied(self, step: int, gradients: dict[str, torch.Tensor]) -> None:
+        """Keeps our part of the gradients of what several stages use, for those stages."""
+        self._tied[step] = dump_tensors(gradients)
+        self._tied = {number: data for number, data in self._tied.items() if number > step - TIED_STEPS}
+
+    async def _work(self, batch: Batch) -> None:
+        began = trio.current_time()
+        answers: list[Answer] | None = None
+        problem: ShoalError | None = None
+        try:
+            answers = await self._compute(self.server.compute, batch)
+        except ProtocolError as error:  # of who has sent it; others of the batch may try again
+            problem = RequestRefused(str(error), code="misfit")
+        finally:
+            finished = self.server.finish(batch, answers)
+        self._measure(batch, trio.current_time() - began)
+        for ticket, answer in finished:
+            waiting = _waiting(ticket)
+            waiting.answer = answer
+            waiting.done.set()
+        if problem is not None:
+            for each in batch.arrived:
+                _waiting(each.ticket).fail(problem)
+        if batch.counts:
+            self._changed()
+
+    def _measure(self, batch: Batch, seconds: float) -> None:
+        work = sum(PASSES.get(request.kind, 0.0) * request.samples for request in batch.requests)
+        if work and seconds > 0:
+            rate = work / sum(PASSES.values()) / seconds
+            self.rate = rate if not self.rate else self.rate + RATE_SMOOTHING * (rate - self.rate)
+
+    def _check(self, stream: Stream) -> None:
+        if not self._admits(stream.peer):
+            raise RequestRefused("stages are for members: say hello first", code="not_a_member")
+
+    async def _on_ask(self, ask: Ask, stream: Stream) -> None:
+        self._check(stream)
+        await send_answer(stream, await self.ask(await receive_request(stream, ask)))
+
+    async def ask(self, request: Request) -> Answer:
+        """Does what a trainer asks for.
+
+        Raises:
+            ShoalError: Nothing comes of it.
+        """
+        waiting = _Waiting()
+        self.server.submit(waiting, request, trio.current_time())
+        self.wake()
+        try:
+            await waiting.done.wait()
+        finally:
+            waiting.gone = True
+            self.server.arrivals.forget(lambda ticket: _waiting(ticket).gone)
+        if waiting.error is not None:
+            raise waiting.error
+        assert waiting.answer is not None
+        return waiting.answer
+
+    async def _on_withdraw(self, request: WithdrawRequest, stream: Stream) -> WithdrawReply:
+        self._check(stream)
+        said = self.server.withdraw(Withdraw(step=request.step, number=request.number))
+        return WithdrawReply(step=said.step, number=said.number, counted=said.counted, attempt=said.attempt)
+
+    async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
+        self._check(stream)
+        async with self.paused() as server:
+            state = await self._compute(server.snapshot)
+        data = await self._compute(partial(dump, state))
+        await send_tensors(stream, state.step, data, self._courtesy)
+
+    async def _on_tied(self, request: FetchTied, stream: Stream) -> None:
+        self._check(stream)
+        if request.step not in self._tied:
+            raise RequestRefused(f"step {request.step} is not settled here, or long over", code="unsettled")
+        await send_tensors(stream, request.step, self._tied[request.step], self._courtesy)
+
+
+async def send_tensors(stream: Stream, step: int, data: bytes, courtesy: Courtesy) -> None:
+    """Sends tensors, which give way to operations."""
+    await stream.send(TensorsReply(step, len(data)))
+    await courtesy.send(stream, data)
+    await stream.finish()
+
+
+def _waiting(ticket: object) -> _Waiting:
+    assert isinstance(ticket, _Waiting)
+    return ticket

@@ -1,0 +1,243 @@
+"""The steps of a stage: its servers settle what they have counted, reduce it, and step when all stages have settled.
+
+A server whose stage is ahead of it fetches the stage's state, and goes on from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import msgpack  # type: ignore[import-untyped]
+import torch
+import trio
+
+from optim.swarm.ledger import Ledger, Settlement, settle
+from optim.swarm.server import Contribution
+from peer.node import Compute
+from peer.pipeline.crew import Crew
+from peer.pipeline.messages import MOST_MICROBATCHES, FetchTied, stage_run
+from peer.pipeline.service import StageService
+from peer.pipeline.tensors import load_tensors
+from peer.pipeline.transfer import fetch_tensors
+from protocol.collective import Reduced
+from protocol.endpoint import Endpoint
+from protocol.errors import RoundAborted, ShoalError
+from protocol.identity import PeerId
+from protocol.operations import AsyncCollective
+
+RETRY = 0.5
+"""Seconds until something that failed is tried again, unless the standings change earlier."""
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What all peers of a pipeline agree on."""
+
+    run_id: bytes
+    stages: int
+    microbatches: int
+    """Of a step."""
+
+
+@attrs.frozen(eq=False)
+class _Word:
+    """What a server brings to a settlement."""
+
+    step: int
+    attempt: int
+    ledger: Ledger
+
+
+class Behind(Exception):
+    """Our stage has gone on without us."""
+
+
+class StageSteps:
+    """One server's part in the steps of its stage.
+
+    Args:
+        service: The server.
+        stage: Its number.
+        plan: What all agree on.
+        crew: Who does what.
+        collective: The operations of the stage's servers.
+        endpoint: Carries everything else.
+        compute: Runs what takes long.
+        rate: The learning rate of a step.
+        on_step: Told of each step that was made which ledgers are in its mean, if we took part in that.
+    """
+
+    def __init__(
+        self,
+        service: StageService,
+        stage: int,
+        plan: Plan,
+        *,
+        crew: Crew,
+        collective: AsyncCollective,
+        endpoint: Endpoint,
+        compute: Compute,
+        rate: Callable[[int], float],
+        on_step: Callable[[int, Mapping[PeerId, Ledger]], None],
+    ) -> None:
+        self._service, self._server, self._stage, self._plan = service, service.server, stage, plan
+        self._crew, self._collective, self._endpoint = crew, collective, endpoint
+        self._compute, self._rate, self._on_step = compute, rate, on_step
+        self._settlement: Settlement | None = None
+
+    def tell(self) -> None:
+        """Tells the others how far we are in the step."""
+        server = self._server
+        self._crew.announce(
+            ready=True,
+            step=server.step,
+            attempt=server.attempt,
+            counted=len(server.ledger),
+            settled=server.phase == "settled",
+            rate=self._service.rate,
+        )
+
+    async def step(self) -> None:
+        """Makes one step.
+
+        Raises:
+            Behind: Our stage has made it without us.
+        """
+        while self._server.phase != "settled":
+            await self._crew.until(self._is_complete)
+            await self._settle()
+        self.tell()
+        await self._crew.until(self._all_settled)
+        tied = await self._tied()
+        for group in self._server.optimizer.param_groups:
+            group["lr"] = self._rate(self._server.step)
+        async with self._service.paused() as server:
+            await self._compute(server.advance, tied)
+        if self._settlement is not None:
+            self._on_step(server.step - 1, self._settlement.ledgers)
+            self._settlement = None
+        self._crew.announce(missing=(), rested=self._crew.own.rested + 1)
+        self.tell()
+
+    def _is_complete(self) -> bool:
+        """Whether the stage's ledgers may have all microbatches."""
+        server, counted = self._server, 0
+        for peer, standing in self._crew.servers(self._stage).items():
+            if peer == self._crew.peer:
+                counted += len(server.ledger)
+                continue
+            if standing.step > server.step or (standing.step == server.step and standing.settled):
+                raise Behind
+            counted += standing.counted if standing.step == server.step else 0
+        return counted >= self._plan.microbatches
+
+    async def _settle(self) -> None:
+        """Once: whoever's sums count are reduced, or it turns out what is missing."""
+        async with self._service.paused() as server:
+            ledger = server.freeze()
+        attempt, kept = server.attempt, True
+        missing: frozenset[int] = frozenset()
+        try:
+            settlement, attempt = await self._agree(_Word(server.step, server.attempt, ledger))
+            kept, missing = self._crew.peer in settlement.ledgers, settlement.missing
+            if not missing:
+                contribution = await self._compute(server.contribution)
+                reduced = await self._reduce(contribution if kept else None, contribution)
+                if _is_exact(reduced, settlement):
+                    server.settled(reduced.mean)
+                    if server.stage.tied:
+                        self._service.keep_tied(server.step, server.tied_gradients())
+                    self._settlement = settlement
+                    return
+                missing = settlement.among(reduced.contributors).missing
+        except RoundAborted:
+            attempt = server.attempt  # the others may have settled; else it begins again
+            await trio.sleep(RETRY)
+        finally:
+            if server.phase == "frozen":
+                server.thaw(attempt=attempt, keep=kept)
+                self._service.wake()
+        self._crew.announce(missing=tuple(sorted(missing)))
+        self.tell()
+
+    async def _agree(self, word: _Word) -> tuple[Settlement, int]:
+        """Whose sums count, and how many settlements of the step will have failed if this one does.
+
+        Raises:
+            Behind: Somebody of our stage is at a later step.
+            RoundAborted: Nothing came of it.
+        """
+        gathered = await self._collective.gather(_pack(word), tag="ledger")
+        words = {peer: heard for peer, block in gathered.blocks.items() if (heard := _unpack(block)) is not None}
+        if any(heard.step > word.step for heard in words.values()):
+            raise Behind
+        here = {peer: heard for peer, heard in words.items() if heard.step == word.step}
+        attempt = max((heard.attempt for heard in here.values()), default=word.attempt) + 1
+        ledgers = {peer: heard.ledger for peer, heard in here.items()}
+        return settle(ledgers, self._plan.microbatches), attempt
+
+    async def _reduce(self, ours: Contribution | None, like: Contribution) -> Reduced:
+        values = torch.zeros_like(like.values) if ours is None else ours.values
+        return await self._collective.all_reduce(values, 0.0 if ours is None else ours.weight, tag="gradient")
+
+    def _all_settled(self) -> bool:
+        return all(self._has_settled(stage) for stage in range(self._plan.stages))
+
+    def _has_settled(self, stage: int) -> bool:
+        step = self._server.step
+        return stage == self._stage or any(
+            standing.step > step or (standing.step == step and standing.settled)
+            for standing in self._crew.servers(stage).values()
+        )
+
+    async def _tied(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The gradients of what several stages use, by stage."""
+        if not self._server.stage.tied:
+            return {}
+        tied = {self._stage: self._server.tied_gradients()}
+        for stage in self._sharing():
+            tied[stage] = await self._fetch_tied(stage)
+        return tied
+
+    def _sharing(self) -> list[int]:
+        """The other stages that may use a parameter of ours: the first and the last do, if any."""
+        return [stage for stage in (0, self._plan.stages - 1) if stage != self._stage]
+
+    async def _fetch_tied(self, stage: int) -> dict[str, torch.Tensor]:
+        request = FetchTied(stage_run(self._plan.run_id, stage), self._server.step)
+        while True:
+            changed = self._crew.changed
+            for peer in self._crew.servers(stage):
+                try:
+                    _, data = await fetch_tensors(self._endpoint, peer, request)
+                    return load_tensors(data)
+                except ShoalError:
+                    continue
+            with trio.move_on_after(RETRY):
+                await changed.wait()
+
+
+def _is_exact(reduced: Reduced, settlement: Settlement) -> bool:
+    """Whether every part of the mean is over all that was agreed on."""
+    wanted = {peer for peer, ledger in settlement.ledgers.items() if sum(ledger.values())}
+    return all(
+        {peer for peer, weight in zip(part.members, part.weights, strict=True) if weight > 0} == wanted
+        for part in reduced.plan.parts
+    )
+
+
+def _pack(word: _Word) -> bytes:
+    packed: bytes = msgpack.packb([word.step, word.attempt, sorted(word.ledger.items())])
+    return packed
+
+
+def _unpack(block: memoryview) -> _Word | None:
+    """What a server of our stage says; None if it is nonsense."""
+    try:
+        step, attempt, entries = msgpack.unpackb(block, max_array_len=MOST_MICROBATCHES, strict_map_key=True)
+        ledger = dict(entries)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+    numbers = [step, attempt, *ledger, *ledger.values()]
+    return _Word(step, attempt, ledger) if all(type(each) is int and each >= 0 for each in numbers) else None

@@ -1,0 +1,77 @@
+"""A stage's state as bytes: for those who join the stage, and for the disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import safetensors
+import safetensors.torch
+import torch
+
+from optim.swarm.state import StageState
+from protocol.errors import ProtocolError
+
+MEAN = "mean"
+_MODEL, _INNER = "model/", "inner/"
+
+
+def dump(state: StageState) -> bytes:
+    """A state in the format of safetensors: `model/NAME`, `inner/KIND/NAME`, and `mean` if it has settled."""
+    tensors = {_MODEL + name: values for name, values in state.model.items()}
+    for kind, named in state.inner.items():
+        tensors |= {f"{_INNER}{kind}/{name}": values for name, values in named.items()}
+    if state.mean is not None:
+        tensors[MEAN] = state.mean
+    plain = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
+    return safetensors.torch.save(_apart(plain), {"step": json.dumps(state.step)})
+
+
+def load(data: bytes, step: int) -> StageState:
+    """The inverse of `dump`.
+
+    Raises:
+        ProtocolError: It is not that, or a value is not finite.
+    """
+    tensors = load_tensors(data)
+    inner: dict[str, dict[str, torch.Tensor]] = {}
+    for name, values in tensors.items():
+        if name.startswith(_INNER):
+            kind, slash, parameter = name.removeprefix(_INNER).partition("/")
+            if not slash:
+                raise ProtocolError(f"a stage's state with {name[:80]!r}")
+            inner.setdefault(kind, {})[parameter] = values
+    model = {name.removeprefix(_MODEL): values for name, values in tensors.items() if name.startswith(_MODEL)}
+    return StageState(step, model, inner, tensors.get(MEAN))
+
+
+def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Tensors by name, in the format of safetensors."""
+    return safetensors.torch.save(_apart({name: each.detach().cpu().contiguous() for name, each in tensors.items()}))
+
+
+def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """The inverse of `dump_tensors`.
+
+    Raises:
+        ProtocolError: It is not that, or a value is not finite.
+    """
+    try:
+        tensors = safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise ProtocolError(f"tensors that cannot be read: {error}") from error
+    for name, values in tensors.items():
+        if not bool(torch.isfinite(values).all()):
+            raise ProtocolError(f"{name[:80]} has values that are not finite")
+    return tensors
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The format wants each tensor to have memory of its own."""
+    seen: set[int] = set()
+    apart = {}
+    for name, values in tensors.items():
+        place = values.untyped_storage().data_ptr()
+        apart[name] = values.clone() if place in seen else values
+        seen.add(place)
+    return apart

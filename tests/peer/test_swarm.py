@@ -1,0 +1,145 @@
+"""Swarms of programs: peers that a script founds or joins, on real sockets."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+
+import pytest
+import torch
+import trio
+from torch import nn
+
+from optim import DiLoCo
+from peer import Swarm, open_swarm
+from peer.contact import parse_contact
+from peer.events import EventLog
+from peer.helper import HelperConfig, run_helper
+from peer.home import Home, HomeInUse
+from peer.ticket import Ticket, TicketError
+from protocol.background import in_background
+from protocol.errors import PeerUnreachable, RequestTimeout, RoundAborted, WrongSwarmKey
+from protocol.transport import Address
+
+HERE = {"listen": "127.0.0.1:0", "map_port": False}
+
+
+def together(*calls):
+    """What the calls return, each made in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.fixture
+def two():
+    with Swarm.found("a test", **HERE) as founder, Swarm.join(founder.ticket, **HERE) as other:
+        together(lambda: founder.wait_for(2, timeout=30), lambda: other.wait_for(2, timeout=30))
+        yield founder, other
+
+
+def test_programs_that_have_a_ticket_average(two):
+    founder, other = two
+    assert set(founder.members) == set(other.members) == {founder.peer_id, other.peer_id}
+    reduced = together(lambda: founder.all_reduce(torch.zeros(3)), lambda: other.all_reduce(torch.full((3,), 4.0)))
+    assert [result.mean.tolist() for result in reduced] == [[2.0] * 3] * 2
+
+
+def test_a_training_loop_of_ones_own(two):
+    def train(swarm, seed):
+        generator = torch.Generator().manual_seed(seed)
+        model = nn.Linear(4, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), swarm, sync_every=5)
+        for _ in range(10):
+            inputs = torch.randn(8, 4, generator=generator)
+            optimizer.zero_grad()
+            (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    one, other = together(lambda: train(two[0], 1), lambda: train(two[1], 2))
+    assert torch.equal(one, other)
+    assert one.abs().sum() > 0
+
+
+def test_a_third_comes_with_a_ticket_of_the_second_when_the_founder_is_gone(tmp_path):
+    with ExitStack() as stack:
+        with Swarm.found("a test", **HERE) as founder:
+            second = stack.enter_context(Swarm.join(founder.ticket, **HERE))
+            second.wait_for(2, timeout=30)
+        third = stack.enter_context(Swarm.join(second.ticket, **HERE, events=tmp_path / "events"))
+        third.wait_for(2, timeout=30)
+        assert set(third.members) == {second.peer_id, third.peer_id}
+        with pytest.raises(RequestTimeout, match="3 members"):
+            third.wait_for(3, timeout=0.01)
+    with pytest.raises(RoundAborted, match="ended"):
+        third.barrier()
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert {"started", "peer_seen", "stopped"} <= {event["event"] for event in events}
+
+
+def test_a_home_makes_it_the_same_peer_and_the_same_swarm_again(tmp_path):
+    with Swarm.found("a test", home=tmp_path, **HERE) as founder:
+        before, ticket = founder.peer_id, founder.ticket
+        with pytest.raises(HomeInUse), Swarm.join(ticket, home=tmp_path, **HERE):
+            pass
+    with Swarm.found("a test", home=tmp_path, **HERE) as founder, Swarm.join(ticket, **HERE) as other:
+        assert founder.peer_id == before
+        other.wait_for(2, timeout=30)
+    with Swarm.found("another", home=tmp_path, **HERE) as founder:
+        assert Ticket.parse(founder.ticket, 0).run_id != Ticket.parse(ticket, 0).run_id
+
+
+def test_members_meet_through_a_helper(tmp_path):
+    """Neither knows the other's address: each knows the helper, and what is published there."""
+    home = Home(tmp_path / "helper")
+
+    @asynccontextmanager
+    async def helper():
+        config = HelperConfig(home=home, listen=Address("127.0.0.1", 0), events=EventLog(None, "helper"))
+        async with trio.open_nursery() as nursery:
+            yield await nursery.start(run_helper, config)
+            nursery.cancel_scope.cancel()
+
+    with in_background(helper) as (contact, _), ExitStack() as stack:
+        founder = stack.enter_context(Swarm.found("a test", private=False, bootstrap=[contact], **HERE))
+        run_id = Ticket.parse(founder.ticket, 0).run_id
+        other = stack.enter_context(Swarm.join(Ticket(run_id, (parse_contact(contact),)).encode(), **HERE))
+        together(lambda: founder.wait_for(2, timeout=60), lambda: other.wait_for(2, timeout=60))
+
+
+async def test_the_same_for_programs_with_trio():
+    async with open_swarm(name="a test", **HERE) as founder, open_swarm(founder.ticket, **HERE) as other:
+        await founder.wait_for(2)
+        await other.wait_for(2)
+        results = []
+
+        async def reduce(swarm, value):
+            results.append((await swarm.all_reduce(torch.tensor([value]))).mean.item())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reduce, founder, 1.0)
+            nursery.start_soon(reduce, other, 2.0)
+        assert results == [1.5, 1.5]
+
+
+async def test_errors_of_the_block_come_out_as_they_are():
+    with pytest.raises(ZeroDivisionError):
+        async with open_swarm(**HERE):
+            raise ZeroDivisionError
+
+
+def test_what_is_wrong_with_a_ticket():
+    with pytest.raises(TicketError), Swarm.join("shoal:nonsense", **HERE):
+        pass
+    with Swarm.found("a test", **HERE) as founder:
+        ticket = founder.ticket
+        stranger = Ticket(Ticket.parse(ticket, 0).run_id, Ticket.parse(ticket, 0).bootstrap, bytes(32)).encode()
+        with pytest.raises(WrongSwarmKey), Swarm.join(stranger, **HERE):
+            pass
+    with pytest.raises(PeerUnreachable, match="none of the"), Swarm.join(ticket, **HERE):
+        pass
+    assert not any(thread.name == "shoal" for thread in threading.enumerate())

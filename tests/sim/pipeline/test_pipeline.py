@@ -1,0 +1,131 @@
+"""Pipelines of real nodes: exact without faults, and every sample once with them."""
+
+import attrs
+import pytest
+import torch
+
+from optim.swarm.balance import Policy
+from optim.swarm.ledger import Settled, audit
+from optim.swarm.state import whole_state
+from protocol.identity import PeerId
+from tests.sim.pipelines import MICROBATCHES, pipeline, single_process
+
+
+def records(swarm):
+    found = []
+    for peer in swarm.peers:
+        for event in peer.of("stage_step"):
+            ledgers = {
+                PeerId.parse(name): {int(number): count for number, count in ledger.items()}
+                for name, ledger in event["ledgers"].items()
+            }
+            found.append(Settled(stage=event["stage"], step=event["step"], ledgers=ledgers))
+    return found
+
+
+def check(swarm, stages, steps):
+    samples = dict.fromkeys(range(MICROBATCHES), 2)
+    assert audit(records(swarm), stages=stages, steps=range(steps), samples=samples) == []
+
+
+async def finished(swarm, steps):
+    """The states of the stages when all peers have made the last step; they have to be the same at all servers."""
+
+    def servers():
+        return [peer for peer in swarm.alive if peer.node.serves]
+
+    await swarm.until(lambda: all(peer.saved is not None and peer.saved[1].step == steps for peer in servers()))
+    states = {}
+    for peer in servers():
+        number, state = peer.saved
+        other = states.setdefault(number, state)
+        assert all(torch.equal(other.model[name], state.model[name]) for name in state.model)
+    return whole_state(states.values())
+
+
+@pytest.mark.parametrize("assignment", [[0, 1], [0, 0, 1, 1, 2, 2]])
+async def test_without_faults_it_is_what_one_process_makes(autojump_clock, swarm_of, assignment):
+    stages, steps = max(assignment) + 1, 3
+    async with swarm_of(pipeline(stages, steps), assignment) as swarm:
+        state = await finished(swarm, steps)
+    check(swarm, stages, steps)
+    whole = single_process(steps)
+    assert state.model.keys() == whole.model.keys()
+    for name, values in whole.model.items():
+        torch.testing.assert_close(state.model[name], values, rtol=1e-4, atol=1e-5)
+
+
+async def same(swarm, stages, steps):
+    """All went well: counted once, and close to what one process makes."""
+    state = await finished(swarm, steps)
+    check(swarm, stages, steps)
+    whole = single_process(steps)
+    for name, values in whole.model.items():
+        torch.testing.assert_close(state.model[name], values, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("after", [1, 2, 7])
+async def test_a_server_dies_in_a_computation(autojump_clock, swarm_of, seed, after):
+    async with swarm_of(pipeline(3, 4), [0, 0, 1, 1, 2, 2, 0], seed=seed) as swarm:
+        victim = swarm.peers[1 + seed % 5]
+        left = [after]
+
+        def die(function):
+            if getattr(function, "__name__", "") == "compute":
+                left[0] -= 1
+                if left[0] == 0:
+                    swarm.kill(victim)
+
+        victim.on_compute = die
+        await same(swarm, 3, 4)
+        assert not victim.alive
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_trainers_without_stages_and_servers_that_do_not_train(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, 4), [0, 1, 1], seed=seed) as swarm:
+        for peer in swarm.peers[1:]:
+            peer.node = attrs.evolve(peer.node, trains=False)
+        helper = swarm.add(serves=False)
+        swarm.start(helper)
+        await swarm.until(lambda: helper.node.crew.own.trains_from is not None)
+        await same(swarm, 2, 4)
+        assert any(helper.of("inner"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_trainer_dies_and_others_take_over(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, 4), [0, 0, 1, 1], seed=seed) as swarm:
+        await swarm.until(lambda: any(peer.of("stage_step") for peer in swarm.peers))
+        swarm.kill(swarm.peers[2])
+        await same(swarm, 2, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_newcomers_go_where_they_are_needed_and_have_the_state(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, 8), [0, 0, 1], seed=seed) as swarm:
+        await swarm.until(lambda: any(peer.of("stage_step") for peer in swarm.peers))
+        newcomer = swarm.add()
+        swarm.start(newcomer)
+        await same(swarm, 2, 8)
+        assert newcomer.saved is not None
+        assert newcomer.saved[0] == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_stage_that_loses_all_its_servers_is_filled_again(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, 8), [0, 0, 0, 1], seed=seed) as swarm:
+        await swarm.until(lambda: any(1 in peer.node.crew.own.copies for peer in swarm.peers))
+        swarm.kill(swarm.peers[3])
+        await finished(swarm, 8)
+        check(swarm, 2, 8)
+        assert sum(bool(peer.of("moved")) for peer in swarm.peers) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_peers_move_to_the_stage_that_is_slower(autojump_clock, swarm_of, seed):
+    balanced = pipeline(2, 10, balance=Policy(gain=0.2, rest=2, most=1))
+    async with swarm_of(balanced, [0, 0, 0, 1], seed=seed) as swarm:
+        await same(swarm, 2, 10)
+        assert 1 <= sum(len(peer.of("moved")) for peer in swarm.peers) <= 2
