@@ -241,7 +241,7 @@ class Lane:
             self.quiet = 0.0
         else:
             self.quiet += seconds
-        patience = STALL if path is not None else lanes * STALL  # all that shows is whole pieces, in turns
+        patience = STALL if path is not None else (1 + lanes) * 2 * STALL  # whole pieces is all that shows
         return len(self.outbox) > 0 and self.quiet > patience
 
     async def _read(self) -> None:

@@ -243,7 +243,7 @@ async def test_a_lane_that_stalls_is_given_up(connect, nursery, autojump_clock):
     nursery.start_soon(disaster)
     began = trio.current_time()
     assert await pair.push() == DIGEST
-    assert STALL < trio.current_time() - began < 4 * STALL
+    assert STALL < trio.current_time() - began < 8 * STALL  # the network in memory does not tell what has arrived
     assert len(pair.ours.lanes) == 1
 
 
