@@ -17,7 +17,8 @@ from protocol.salvage import Holding
 class Failure:
     """Why an attempt cannot go on."""
 
-    suspect: PeerId
+    suspect: PeerId | None
+    """Who is at fault; None if that is not clear."""
     reason: str
 
 

@@ -48,14 +48,14 @@ from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
 
-_SMALLEST_WRITE = RECORD
+_SMALLEST_WRITE = RECORD // 4
 LARGEST_WRITE = 32 * RECORD
 """Bytes of plaintext in one write, at most."""
 # One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
 # halve the cost per byte, which only matters on links that take them in no time.
 _WRITE_SECONDS = (0.01, 0.05)
-# A peer that answers pings but takes less than the smallest write in so long is of no use.
-_WRITE_TIMEOUT = 30.0
+# A peer that answers pings but takes less than so many bytes in so long is of no use.
+_LEAST_TAKEN, _WRITE_TIMEOUT = RECORD, 30.0
 _FAREWELL = 1.0  # seconds for saying goodbye
 _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/s of bulk data is about half of this
 _WORK_AT_ONCE = 256
@@ -168,7 +168,7 @@ class Connection:
         self._pulse = Pulse(
             heartbeat=limits.heartbeat, dead_after=limits.dead_after, rtt=channel.rtt, now=trio.current_time()
         )
-        self._write_progress = Progress(_SMALLEST_WRITE, _WRITE_TIMEOUT)
+        self._write_progress = Progress(_LEAST_TAKEN, _WRITE_TIMEOUT)
         self._taken = 0  # bytes, as of the last beat: asking costs as much as sending 10 KiB
         self._retired_at = math.inf
         self._used_at = -math.inf
@@ -407,7 +407,7 @@ class Connection:
             self.mux.memory.give(_TASK)
 
     async def _write(self) -> None:
-        budget = LARGEST_WRITE // 8
+        budget = _SMALLEST_WRITE  # nothing is known about the line: what is urgent should not wait for seconds
         try:
             with self._writing:
                 while await self._until_writable():
@@ -521,5 +521,5 @@ def _adapted(budget: int, seconds: float) -> int:
     if seconds < quick:
         return min(2 * budget, LARGEST_WRITE)
     if seconds > slow:
-        return max(budget // 2 // RECORD * RECORD, _SMALLEST_WRITE)
+        return max(budget // 2, _SMALLEST_WRITE)
     return budget

@@ -115,6 +115,11 @@ class Direct(Reduction):
         return everything and len(self._sums) == len(self._own)
 
     @property
+    def gap(self) -> int:
+        # Who is slow sends to everybody at the same time.
+        return 2 * len(self.plan.members) * self._piece + self._salvaged
+
+    @property
     def bytes_out(self) -> int:
         return sum(self._size(segment) for segments in self._outgoing.values() for segment in segments)
 
@@ -156,6 +161,12 @@ class Direct(Reduction):
         # The owner of a block that waits for a sum may wait for the same values as we do.
         owing = self._owing()
         return source if not owing or source in owing else owing[0]
+
+    def late(self) -> int | None:
+        late = self._owing() or [source for source in self.sources if self._next[source] < len(self._incoming[source])]
+        if not late or 1 < len(late) == len(self.sources):
+            return None
+        return min(late, key=lambda source: self._next[source] / len(self._incoming[source]))
 
     def _owing(self) -> list[int]:
         """Whose values of our own block have not all come in."""

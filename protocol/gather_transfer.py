@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 
 import torch
@@ -10,9 +9,9 @@ import trio
 
 from protocol.attempt import Failure
 from protocol.coordinator import RoundTimes
-from protocol.endpoint import Endpoint
-from protocol.errors import ProtocolError, RequestTimeout, ShoalError, StreamReset
-from protocol.gather import Gather
+from protocol.endpoint import Endpoint, Stream
+from protocol.errors import ProtocolError, ShoalError
+from protocol.gather import PIECE, Gather
 from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.round_messages import GatherBlock, RingData
@@ -79,13 +78,12 @@ class GatherTransfer:
     def waiting(self, peer: PeerId) -> float | None:
         """See `Attempt.waiting`."""
         right = self.plan.members[(self._place + 1) % len(self.plan.members)]
-        if self._watch is None or peer != right or self._sent == self._gather.outgoing:
+        if self._watch is None or peer != right:
             return None
-        if self._sent == self._gather.sendable:
-            return self._watch.silent
-        # What we have to send may have come this very moment.
-        began = self._sending
-        return 0.0 if began is None or trio.current_time() - began < self._times.quiet else None
+        gather = self._gather
+        return self._watch.waiting(
+            sent=self._sent, sendable=gather.sendable, outgoing=gather.outgoing, began=self._sending
+        )
 
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
@@ -112,6 +110,7 @@ class GatherTransfer:
                     pace=self._pace,
                     ask=lambda _: self._ask(left),
                     line=lambda _: received(self._endpoint, left),
+                    gap=2 * PIECE,
                 )
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._send, members[(self._place + 1) % len(members)])
@@ -144,32 +143,22 @@ class GatherTransfer:
             self._fail(right, str(error))
 
     async def _receive(self, left: PeerId, watch: Watch) -> None:
-        gather, arrival = self._gather, None
-        try:
-            arrival = await self._inbox.take(self.plan.id, left)
-            watch.begun(0, arrival.stream)
+        gather = self._gather
+
+        async def take(stream: Stream) -> None:
             while not gather.complete:
                 piece = gather.expected
-                if piece.first and (await arrival.stream.receive(GatherBlock)).place != piece.place:
+                if piece.first and (await stream.receive(GatherBlock)).place != piece.place:
                     raise ProtocolError(f"{left.short} sent a block out of turn")
                 target = gather.data(piece)
-                await arrival.stream.receive_into(target)
+                await stream.receive_into(target)
                 self.bytes_received += target.nbytes
                 watch.came(0, target.nbytes + piece.first)
                 gather.filled()
                 self._progress.set()
-            watch.over(0)
             self.settled.set()
-            # Closing before the left neighbour has finished would look to it as if we had given up.
-            with contextlib.suppress(StreamReset, RequestTimeout):
-                await arrival.stream.receive(GatherBlock, timeout=self._times.stall)
-        except ShoalError as error:
-            watch.over(0)
-            self._fail(left, str(error))
-            await trio.sleep_forever()
-        finally:
-            if arrival is not None:
-                arrival.over.set()
+
+        await self._inbox.receive(self.plan.id, left, watch, 0, take, self._fail)
 
     def _fail(self, suspect: PeerId, reason: str) -> None:
         if not self.settled.is_set():

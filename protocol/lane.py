@@ -30,7 +30,7 @@ STALL = 5.0
 """Seconds after which a lane is lost on which nothing that it carries has arrived."""
 
 _CALL = struct.Struct(f">{TOKEN_SIZE}sI{NONCE_SIZE}s")
-_SMALLEST = RECORD
+_SMALLEST = RECORD // 4
 LARGEST_PIECE = 16 * RECORD
 """Bytes of a piece at most."""
 
@@ -233,15 +233,16 @@ class Lane:
             self.proven = True
         self.kick()
 
-    def pass_time(self, seconds: float) -> bool:
-        """Time has passed while we were running; returns whether the lane is lost by now."""
+    def pass_time(self, seconds: float, lanes: int) -> bool:
+        """Time has passed while we were running, and so many lanes share the line; returns whether this one is lost."""
         path = self.channel.measure()
         if path is not None and path.acked != self._arrived:
             self._arrived = path.acked
             self.quiet = 0.0
         else:
             self.quiet += seconds
-        return len(self.outbox) > 0 and self.quiet > STALL
+        patience = STALL if path is not None else (1 + lanes) * 2 * STALL  # whole pieces is all that shows
+        return len(self.outbox) > 0 and self.quiet > patience
 
     async def _read(self) -> None:
         try:
@@ -326,4 +327,4 @@ class Lane:
         if seconds < quick:
             self._size = min(2 * self._size, LARGEST_PIECE)
         elif seconds > slow:
-            self._size = max(self._size // 2 // RECORD * RECORD, _SMALLEST)
+            self._size = max(self._size // 2, _SMALLEST)

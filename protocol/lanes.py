@@ -230,7 +230,7 @@ class Lanes:
         for number, lane in enumerate(list(self._lanes.values())):
             superfluous = main.initiator and number >= needed
             lane.dismissed = superfluous and not lane.outbox and lane.quiet > _FAREWELL
-            if lane.pass_time(TICK) or lane.dismissed:
+            if lane.pass_time(TICK, len(self._lanes)) or lane.dismissed:
                 lane.close()
         self._share_out()
 

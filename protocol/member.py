@@ -8,7 +8,6 @@ coordinator names.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -46,6 +45,10 @@ from protocol.wire import Message
 
 _Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked
 _SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked)
+
+
+LONGEST_GATHERING = 3600.0
+"""Seconds that we wait with one coordinator for a quorum. Nobody knows when so many are ready, but it may lie."""
 
 
 class Redirected(ShoalError):
@@ -197,14 +200,12 @@ class Member:
     def _deadline(self, begun: float, news: float) -> float:
         """Until when we wait for something new, having begun then and heard something new then."""
         times = self._times
-        if times.quorum > 1 and not self._patience:  # there is no telling when so many are ready
-            return math.inf
+        gathering = LONGEST_GATHERING if times.quorum > 1 else 0.0
         # For news of a plan that is being carried out we wait as that one takes.
-        patience = self._patience or times.window + times.attempt(self._load, self._size)
-        if times.quorum > 1:
-            return news + patience
+        patience = self._patience or gathering + times.window + times.attempt(self._load, self._size)
         # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
-        return min(news + patience, begun + 2 * (times.window + 2 * times.attempt(2 * self._load, self._size)))
+        most = gathering + 2 * (times.window + 2 * times.attempt(2 * self._load, self._size))
+        return min(news + patience, begun + most)
 
     async def _hear(self, deadline: float) -> _Said:
         """The next message. A coordinator that is stuck says nothing; one that goes on without news is no better."""
@@ -280,6 +281,8 @@ class Member:
         if transfer is not self._transfer:
             return
         if transfer.failure is not None:
+            if transfer.failure.suspect is None:
+                return  # others may know; the coordinator knows when the time is over
             with contextlib.suppress(ShoalError):  # the listening task will notice
                 await self._send(Failed(plan.ballot, transfer.failure.suspect, transfer.segments))
         elif self._acceptor.complete(plan):

@@ -24,6 +24,9 @@ from protocol.transport import DIAL_TIMEOUT, Address, Buffer
 CAPACITY = 2**20
 """Bytes of one direction of a connection that are under way or unread, at most."""
 
+QUEUE = 0.5
+"""Seconds that bytes wait in front of a link, about: the queue of a home line. All connections share it."""
+
 _SEGMENT = 2**16
 _SMALLEST_SEGMENT = 1400
 _SEGMENT_SECONDS = 0.1  # on slow links segments are shorter: bytes of theirs arrive all the time, too
@@ -273,7 +276,7 @@ class MemoryStream:
                 self._outgoing.push(bytes(rest[:size]))
                 rest = rest[size:]
             else:
-                await self._wait()
+                await self._wait(self._outgoing.opens_at)
 
     async def receive_into(self, buffer: memoryview) -> int:
         await trio.lowlevel.checkpoint()
@@ -312,9 +315,12 @@ class MemoryStream:
         if self.incoming.broken:
             raise PeerGone(f"the connection to {self._remote} broke: connection reset by peer")
 
-    async def _wait(self) -> None:
-        """Until something may have changed for this end."""
-        deadline = math.inf if self._host.stalled else self.incoming.next_arrival
+    async def _wait(self, opens_at: float = -math.inf) -> None:
+        """Until something may have changed for this end, or its link takes more, if it does not yet."""
+        deadline = math.inf
+        if not self._host.stalled:
+            opens_at = opens_at if opens_at > trio.current_time() else math.inf  # else it waits for the reader
+            deadline = min(opens_at, self.incoming.next_arrival)
         with trio.move_on_at(deadline):
             await self._changed.park()
 
@@ -331,6 +337,11 @@ class _Link:
     latency: float
     bandwidth: float
     _free_at: float = attrs.field(default=-math.inf, init=False)
+
+    @property
+    def opens_at(self) -> float:
+        """When its queue takes more."""
+        return self._free_at - QUEUE
 
     def arrival(self, size: int) -> float:
         """When `size` bytes that are sent now, after all that was sent before, will have arrived."""
@@ -384,7 +395,17 @@ class _Pipe:
 
     @property
     def room(self) -> int:
-        return CAPACITY - self._held
+        """Bytes that may be put on their way now."""
+        self.settle()
+        return 0 if trio.current_time() < self.opens_at else CAPACITY - self._held
+
+    @property
+    def opens_at(self) -> float:
+        """When the link takes more: it takes something of each connection, however many others fill its queue."""
+        if not self._queue:
+            return -math.inf
+        opens_at = self._network.link(self._source, self._target).opens_at
+        return opens_at if self.cut else min(opens_at, self._queue[-1][0])
 
     @property
     def segment(self) -> int:

@@ -27,6 +27,9 @@ from protocol.transfer import IN_WORKER
 _T = TypeVar("_T", bound=Outcome)
 Group = Collection[PeerId] | None
 
+MOST_MISSED = 1 << 32
+"""Bytes of results that were missed, and are kept for who asks for them, of all tags and groups together."""
+
 
 class AsyncCollective:
     """The operations of one run at one peer. `run` must run.
@@ -195,7 +198,7 @@ class AsyncCollective:
         async def work(operation: Operation[_T]) -> _T:
             await turn.wait()
             rounds = await self._channels.get(tag, group, window)
-            return await _carry_out(operation, act, rounds, missed)
+            return await self._carry_out(operation, act, rounds, missed)
 
         async def run() -> None:
             try:
@@ -209,53 +212,60 @@ class AsyncCollective:
         self._channels.nursery.start_soon(run)
         return operation
 
-
-async def _carry_out(
-    operation: Operation[Any],
-    act: Callable[[Rounds, int], Awaitable[_T]],
-    rounds: Rounds,
-    missed: list[Reduced] | None,
-) -> _T:
-    """Takes part in the first operation that others have not finished without us, and fetches what they have made."""
-    while True:
-        number = rounds.finished + 1
-        operation.measure = partial(rounds.progress, number)
-        try:
-            outcome = await act(rounds, number)
-        except Behind as behind:
-            if missed is None:
-                rounds.committed(max(number, behind.revision), NO_DIGEST)
+    async def _carry_out(
+        self,
+        operation: Operation[Any],
+        act: Callable[[Rounds, int], Awaitable[_T]],
+        rounds: Rounds,
+        missed: list[Reduced] | None,
+    ) -> _T:
+        """Takes part in the first operation that others have not finished without us; fetches what they have made."""
+        while True:
+            number = rounds.finished + 1
+            operation.measure = partial(rounds.progress, number)
+            try:
+                outcome = await act(rounds, number)
+            except Behind as behind:
+                if missed is None:
+                    rounds.committed(max(number, behind.revision), NO_DIGEST)
+                else:
+                    await self._catch_up(rounds, number, behind, missed)
+            except Fork:  # there are no states here: somebody lies, and is passed over from now on
+                await trio.lowlevel.checkpoint()
             else:
-                await _catch_up(rounds, number, behind, missed)
-        except Fork:  # there are no states here: somebody lies, and is passed over from now on
-            await trio.lowlevel.checkpoint()
-        else:
-            rounds.committed(outcome.number, NO_DIGEST)
-            return outcome
+                rounds.committed(outcome.number, NO_DIGEST)
+                return outcome
 
+    async def _catch_up(self, rounds: Rounds, number: int, behind: Behind, missed: list[Reduced]) -> None:
+        """Fetches the results that we have missed, from this one on.
 
-async def _catch_up(rounds: Rounds, number: int, behind: Behind, missed: list[Reduced]) -> None:
-    """Fetches the results that we have missed, from this one on.
+        Raises:
+            Behind: They are not kept any more, or are too many. We go on with the operation after those.
+            ShoalError: They cannot be had now. What is here already remains.
+        """
+        last = max(number, behind.revision)
+        lost = last - number >= rounds.kept
+        for revision in range(number, number if lost else last + 1):
+            try:
+                reduced = await rounds.fetch_result(behind.peer, revision)
+            except RequestRefused as refused:
+                if refused.code != "unknown_round":
+                    raise
+                lost = True
+                break
+            lost = self._missed_bytes + reduced.mean.nbytes > MOST_MISSED
+            if lost:
+                break
+            missed.append(reduced)
+            rounds.committed(revision, NO_DIGEST)
+        if lost:  # with a state from elsewhere, the caller can take part in the next one
+            missed.clear()
+            rounds.committed(last, NO_DIGEST)
+            raise behind
 
-    Raises:
-        Behind: They are not kept any more. We go on with the operation after those.
-        ShoalError: They cannot be had now. What is here already remains.
-    """
-    last = max(number, behind.revision)
-    lost = last - number >= rounds.kept
-    for revision in range(number, number if lost else last + 1):
-        try:
-            missed.append(await rounds.fetch_result(behind.peer, revision))
-        except RequestRefused as refused:
-            if refused.code != "unknown_round":
-                raise
-            lost = True
-            break
-        rounds.committed(revision, NO_DIGEST)
-    if lost:  # with a state from elsewhere, the caller can take part in the next one
-        missed.clear()
-        rounds.committed(last, NO_DIGEST)
-        raise behind
+    @property
+    def _missed_bytes(self) -> int:
+        return sum(reduced.mean.nbytes for missed in self._missed.values() for reduced in missed)
 
 
 async def _finished(operation: Operation[_T]) -> _T:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeAlias
 
 import attrs
@@ -340,8 +340,3 @@ def coordinators(run: bytes, revision: int, peers: Iterable[PeerId], *, tag: str
     """
     point = int.from_bytes(hashlib.sha256(run + struct.pack(">Q", revision) + tag.encode()).digest(), "big")
     return sorted(set(peers), key=lambda peer: int.from_bytes(peer, "big") ^ point)
-
-
-def rank_of(peer: PeerId, run: bytes, revision: int, peers: Collection[PeerId], *, tag: str = "") -> int:
-    """The place of a peer in `coordinators`, from 0; it need not be among `peers`."""
-    return coordinators(run, revision, {*peers, peer}, tag=tag).index(peer)

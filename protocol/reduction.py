@@ -115,6 +115,15 @@ class Reduction(ABC):
         """Who is at fault, as far as we can tell, if a neighbour sends nothing."""
         return source
 
+    def late(self) -> int | None:
+        """Who has not delivered, now that the time is over; None if that may be our own fault."""
+        return self.sources[0] if self.sources else None
+
+    @property
+    @abstractmethod
+    def gap(self) -> int:
+        """Elements that others may have to move before a neighbour has the next segment for us, about."""
+
     def holdings(self) -> tuple[Holding, ...]:
         """What is reduced here by now, by the plan that has done so."""
         own = Source(self.plan.id, self.plan.members, self.plan.weights)
@@ -127,6 +136,11 @@ class Reduction(ABC):
     def mean(self) -> torch.Tensor:
         """The result, once `complete`. Shares memory with this object, which changes it no more."""
         return self._buffer
+
+    @property
+    def _salvaged(self) -> int:
+        """Elements that are salvaged, not all of which pass everybody."""
+        return self.plan.length - self.plan.free
 
     def _hold(self, start: int, stop: int, source: int | None = None) -> None:
         self._held.setdefault(source, []).append((start, stop))

@@ -139,6 +139,10 @@ class Ring(Reduction):
         return self.received == len(self._receives)
 
     @property
+    def gap(self) -> int:
+        return 2 * max((segment.stop - segment.start for segment in self._receives), default=0) + self._salvaged
+
+    @property
     def bytes_out(self) -> int:
         return sum(4 * (segment.stop - segment.start) for segment in self._sends)
 

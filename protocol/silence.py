@@ -7,11 +7,12 @@ at a time, which takes a while on a slow line that is shared: as long as the lin
 borne for as long as that may take.
 
 A source may have nothing to send because somebody before it is slow. So one that is overdue is asked, and excused if it
-is waiting itself: then it is the one to find out who is stuck.
+is waiting itself: then it is the one to find out who is stuck. But it may be lying, so that is believed for a while.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import attrs
@@ -25,7 +26,8 @@ FACTOR = 8.0
 """Times the expected time that silence is borne."""
 
 LEAST = 1 << 12
-"""Bytes that a line has to bring to count as moving; what keeps a connection alive are fewer."""
+"""Bytes that a line has to bring within `RoundTimes.quiet` to count as moving; what keeps a connection alive are
+fewer."""
 
 PERIOD = 0.25
 """Seconds between two looks."""
@@ -35,17 +37,15 @@ PERIOD = 0.25
 class _Source:
     began: float
     heard: float
+    came: float
+    """When something came, or nothing could: an excuse of its own does not count."""
     line: int
-    """Bytes that the line has brought."""
-    line_then: int
-    """The same when it was heard."""
+    """Bytes that the line had brought when it was seen to move last."""
+    moved: float = -math.inf
+    """When that was."""
     count: int = 0
     begun: bool = False
     """Its stream is there."""
-
-    @property
-    def moving(self) -> bool:
-        return self.line - self.line_then >= LEAST
 
 
 class Silence:
@@ -55,15 +55,17 @@ class Silence:
         times: The bounds.
         lines: Whose bytes are awaited, and how many their lines have brought by now. They may share one.
         pace: Bytes per second that came in when something was carried out last; 0 if that is not known.
+        gap: Bytes that others may have to move before a source has something to send again.
         now: The time.
     """
 
-    def __init__(self, times: RoundTimes, lines: Mapping[int, int], *, pace: float, now: float) -> None:
+    def __init__(self, times: RoundTimes, lines: Mapping[int, int], *, pace: float, gap: int = 0, now: float) -> None:
         self._times, self._pace = times, pace / max(1, len(lines))
-        self._sources = {source: _Source(now, now, line, line) for source, line in lines.items()}
+        self._sources = {source: _Source(now, now, now, line) for source, line in lines.items()}
         self._heard = now
         self.longest = times.stall + SAMPLE * len(lines) / times.slowest
         """Seconds of silence that are borne at most."""
+        self._believed = self.longest + gap / times.slowest
         self.due = now + PERIOD
         """When to look again."""
 
@@ -76,10 +78,10 @@ class Silence:
         """All has come from there."""
         self._sources.pop(source, None)
 
-    def limit(self, source: int) -> float:
+    def limit(self, source: int, now: float) -> float:
         """Seconds of silence that are borne."""
         one, times = self._sources[source], self._times
-        if one.moving:
+        if now - one.moved < times.quiet:
             return self.longest
         if not one.begun:  # it may still be connecting, or wait for the plan: that is no question of pace
             return times.stall
@@ -90,6 +92,10 @@ class Silence:
     def silent(self, source: int, now: float) -> float:
         """Seconds since something came, or the source was excused."""
         return now - self._sources[source].heard
+
+    def nothing(self, source: int, now: float) -> float:
+        """Seconds since something came, or could have."""
+        return now - self._sources[source].came
 
     def last(self, now: float) -> float:
         """Seconds since something came from anybody, or anybody was excused."""
@@ -106,19 +112,39 @@ class Silence:
         self._heard = min(now, self._heard + stopped)
         for source, one in self._sources.items():
             one.began += stopped
-            one.heard = min(now, one.heard + stopped)
-            one.line = lines[source]
+            one.heard, one.came = min(now, one.heard + stopped), min(now, one.came + stopped)
+            one.moved += stopped
+            if lines[source] - one.line >= LEAST:
+                one.moved = now
+            if lines[source] - one.line >= LEAST or lines[source] < one.line:  # it may be another connection
+                one.line = lines[source]
             if counts[source] > one.count:
-                one.count, one.heard, one.line_then, self._heard = counts[source], now, one.line, now
+                one.count, one.heard, one.came, self._heard = counts[source], now, now, now
         overdue = [source for source in self._sources if self.overdue(source, now)]
+        ends = (one.came + self._believed for one in self._sources.values())
+        self.due = min([self.due, *(end for end in ends if end > now)])
         return sorted(overdue, key=lambda source: self._sources[source].heard)
 
     def overdue(self, source: int, now: float) -> bool:
         """Whether the source has been silent for too long. Not one from which all has come."""
-        return source in self._sources and self.silent(source, now) >= self.limit(source)
+        if source not in self._sources:
+            return False
+        # Those on whom a stuck one has an effect in turn should know it in turn, and not when they next ask.
+        return self.silent(source, now) >= self.limit(source, now) or self.nothing(source, now) >= self._believed
 
     def excuse(self, source: int, now: float) -> None:
-        """The source has nothing that it could send."""
+        """Nothing can come from the source, because of us."""
         if source in self._sources:
-            one = self._sources[source]
-            one.heard, one.line_then, self._heard = now, one.line, now
+            self._sources[source].came = now
+            self._excuse(source, now)
+
+    def believe(self, source: int, now: float) -> bool:
+        """The source says that it has nothing to send: that excuses it, unless it has said so for too long."""
+        if source in self._sources and self.nothing(source, now) >= self._believed:
+            return False
+        self._excuse(source, now)
+        return True
+
+    def _excuse(self, source: int, now: float) -> None:
+        if source in self._sources:
+            self._sources[source].heard = self._heard = now

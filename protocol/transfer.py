@@ -111,6 +111,42 @@ class RingInbox:
         arrival.taken.set()
         return arrival
 
+    async def receive(
+        self,
+        plan_id: bytes,
+        peer: PeerId,
+        watch: Watch,
+        place: int,
+        take: Callable[[Stream], Awaitable[None]],
+        fail: Callable[[PeerId, str], None],
+    ) -> None:
+        """One neighbour's part in an attempt, from when its stream comes until it has finished.
+
+        Args:
+            plan_id: The plan.
+            peer: The neighbour.
+            watch: Whose watch it is under.
+            place: What that calls it by.
+            take: Takes all that comes from the stream.
+            fail: Told who is at fault, and why, if that fails. Then everything stays open until we are cancelled.
+        """
+        arrival: _Arrival | None = None
+        try:
+            arrival = await self.take(plan_id, peer)
+            watch.begun(place, arrival.stream)
+            await take(arrival.stream)
+            watch.over(place)
+            # Closing before the neighbour has finished would look to it as if we had given up.
+            with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
+                await arrival.stream.receive(RingData, timeout=self._patience)
+        except ShoalError as error:
+            watch.over(place)
+            fail(peer, str(error))
+            await trio.sleep_forever()
+        finally:
+            if arrival is not None:
+                arrival.over.set()
+
 
 class Transfer:
     """This peer's part in one attempt. `run` is a task of its own, which never raises but when cancelled.
@@ -191,13 +227,11 @@ class Transfer:
     def waiting(self, peer: PeerId) -> float | None:
         """See `Attempt.waiting`."""
         ring, place = self._ring, self.plan.members.index(peer)
-        if self._watch is None or ring is None or place not in ring.sinks or self._sent[place] == ring.outgoing(place):
+        if self._watch is None or ring is None or place not in ring.sinks:
             return None
-        if self._sent[place] == ring.sendable(place):
-            return self._watch.silent
-        # What we have to send may have come this very moment.
-        began = self._sending.get(place)
-        return 0.0 if began is None or trio.current_time() - began < self._times.quiet else None
+        sent, began = self._sent[place], self._sending.get(place)
+        sendable, outgoing = ring.sendable(place), ring.outgoing(place)
+        return self._watch.waiting(sent=sent, sendable=sendable, outgoing=outgoing, began=began)
 
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
@@ -230,6 +264,7 @@ class Transfer:
                     pace=self._pace,
                     ask=lambda place: self._ask(plan.members[place]),
                     line=lambda place: received(self._endpoint, plan.members[place]),
+                    gap=4 * ring.gap,
                     suspect=ring.suspect,
                 )
                 async with trio.open_nursery() as nursery:
@@ -243,7 +278,8 @@ class Transfer:
             self._watch = None  # it refers to us: the ring's memory would be in use until cycles are collected
             self._ended.set()
         if trio.current_time() >= self._scope.deadline:
-            self._fail(plan.members[self._place - 1], "the attempt took too long")
+            late = None if self._ring is None or self._ring.plan is not plan else self._ring.late()
+            self._fail(None if late is None else plan.members[late], "the attempt took too long")
 
     async def _prepare(self) -> Reduction:
         """Makes the ring. It takes over the memory of the attempt before, which has to have ended for good."""
@@ -298,33 +334,20 @@ class Transfer:
         return self._sent[place] / ring.outgoing(place) > min(behind, default=1.0) + lead
 
     async def _receive(self, ring: Reduction, place: int, watch: Watch) -> None:
-        peer = self.plan.members[place]
-        arrival: _Arrival | None = None
-        try:
-            arrival = await self._inbox.take(self.plan.id, peer)
-            watch.begun(place, arrival.stream)
+        async def take(stream: Stream) -> None:
             for _ in range(ring.incoming(place)):
                 target = ring.target(place)
-                await arrival.stream.receive_into(target)
+                await stream.receive_into(target)
                 self.bytes_received += target.nbytes
                 watch.came(place, target.nbytes)
                 ring.filled(place)
                 self._progress.unpark_all()
-            watch.over(place)
             if ring.complete:
                 self.settled.set()
-            # Closing before the neighbour has finished would look to it as if we had given up.
-            with contextlib.suppress(ShoalError):  # whatever becomes of it, we have all
-                await arrival.stream.receive(RingData, timeout=self._times.stall)
-        except ShoalError as error:
-            watch.over(place)
-            self._fail(peer, str(error))
-            await trio.sleep_forever()
-        finally:
-            if arrival is not None:
-                arrival.over.set()
 
-    def _fail(self, suspect: PeerId, reason: str) -> None:
+        await self._inbox.receive(self.plan.id, self.plan.members[place], watch, place, take, self._fail)
+
+    def _fail(self, suspect: PeerId | None, reason: str) -> None:
         if not self.settled.is_set():
             self.failure = Failure(suspect, reason)
             self.settled.set()

@@ -34,6 +34,7 @@ class Watch:
         pace: Bytes per second that came in when something was carried out last; 0 if that is not known.
         ask: See `Ask`.
         line: How many bytes have come from a source in all, whatever they are part of.
+        gap: Bytes that others may have to move before a source has something to send again.
         suspect: Who is at fault, as far as we can tell, if a source sends nothing.
     """
 
@@ -45,14 +46,17 @@ class Watch:
         pace: float,
         ask: Ask,
         line: Callable[[int], int],
+        gap: int,
         suspect: Callable[[int], int] = lambda source: source,
     ) -> None:
         self._incoming = {source: _Incoming() for source in sources}
         lines = {source: line(source) for source in sources}
-        self._silence = Silence(times, lines, pace=pace, now=trio.current_time())
-        self._ask, self._line, self._suspect = ask, line, suspect
+        self._silence = Silence(times, lines, pace=pace, gap=gap, now=trio.current_time())
+        self._ask, self._line, self._suspect, self._quiet = ask, line, suspect, times.quiet
         self._longest = self._silence.longest + 2 * times.quiet  # who waits for longer should have found out why
         self._left = set(sources)
+        self._asked: set[int] = set()  # who has not answered yet
+        self._stuck: tuple[int, str] | None = None
         self._done = trio.Event()
 
     @property
@@ -60,6 +64,22 @@ class Watch:
         """Seconds since something came from anybody, or we knew why not."""
         self._look()
         return self._silence.last(trio.current_time())
+
+    def waiting(self, *, sent: int, sendable: int, outgoing: int, began: float | None) -> float | None:
+        """What is said to somebody who gets nothing from us; see `Attempt.waiting`.
+
+        Args:
+            sent: Pieces that the other one was sent.
+            sendable: Those that could be sent to it by now.
+            outgoing: All that there are for it.
+            began: Since when the next one is being sent; None if none is.
+        """
+        if sent == outgoing:
+            return None
+        if sent == sendable:
+            return self.silent
+        # What we have to send may have come this very moment.
+        return 0.0 if began is None or trio.current_time() - began < self._quiet else None
 
     def begun(self, source: int, stream: Stream) -> None:
         """Its bytes come on this stream."""
@@ -79,30 +99,38 @@ class Watch:
 
     async def run(self) -> tuple[int, str] | None:
         """Until somebody is stuck: who it is, and how that shows; or until all has come."""
-        while True:
-            with trio.move_on_at(self._silence.due):
-                await self._done.wait()
-                return None
-            for source in self._look():
-                suspect = self._suspect(source)
-                if suspect != source and not self._silence.overdue(suspect, trio.current_time()):
-                    continue  # it sends to us, slowly: so it does to others
-                answered, waits = await self._answer(suspect)
-                if source in self._look():
-                    now = trio.current_time()
-                    if not answered and self._silence.silent(source, now) < self._silence.longest:
-                        break
-                    if waits is None or waits > self._longest:
-                        return suspect, f"nothing came for {self._silence.silent(source, now):.3g} s"
-                    self._silence.excuse(source, now)
-                break
+        async with trio.open_nursery() as nursery:
+            while True:
+                with trio.move_on_at(self._silence.due):
+                    await self._done.wait()
+                    break
+                for source in self._look():
+                    suspect = self._suspect(source)
+                    if suspect != source and not self._silence.overdue(suspect, trio.current_time()):
+                        continue  # it sends to us, slowly: so it does to others
+                    if suspect not in self._asked:
+                        self._asked.add(suspect)
+                        nursery.start_soon(self._question, source, suspect)
+            nursery.cancel_scope.cancel()
+        return self._stuck
 
-    async def _answer(self, suspect: int) -> tuple[bool, float | None]:
-        """Whether it answers, and what. The question may stand behind data that goes the same way."""
+    async def _question(self, source: int, suspect: int) -> None:
+        """Asks a suspect, and decides whether it is stuck. Meanwhile, looks go on."""
+        answered, waits = True, None
         try:
-            return True, await self._ask(suspect)
+            waits = await self._ask(suspect)
         except RequestTimeout:
-            return False, None
+            answered = False
+        self._asked.discard(suspect)
+        if source not in self._look():
+            return
+        now = trio.current_time()
+        # The question may stand behind data that goes the same way, however little that should be.
+        if not answered and self._silence.silent(source, now) < self._silence.longest:
+            return
+        if waits is None or waits > self._longest or not self._silence.believe(source, now):
+            self._stuck = suspect, f"nothing came for {self._silence.nothing(source, now):.3g} s"
+            self._done.set()
 
     def _look(self) -> list[int]:
         now, counts, lines = trio.current_time(), {}, {}

@@ -8,15 +8,17 @@ import attrs
 import pytest
 import torch
 import trio
+import trio.testing
 
+from protocol.attempt import Failure
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.errors import Behind, RequestTimeout
 from protocol.identity import PeerId
-from protocol.member import Member, Work
+from protocol.member import LONGEST_GATHERING, Member, Work
 from protocol.plan import Ballot, Plan
-from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Propose, Queued, Rejected
+from protocol.round_messages import Accepted, Ahead, CallOff, Completed, Failed, Halt, Halted, Propose, Queued, Rejected
 from protocol.sessions import local_lines
 
 US, COORDINATOR, HOLDER = (PeerId(bytes([number]) * 32) for number in range(1, 4))
@@ -182,3 +184,53 @@ async def test_a_plan_has_the_time_that_it_needs_whatever_the_first_one_had(stag
     attempt = times.attempt(PLAN.load, 2) + times.stall + times.settle
     assert attempt < trio.current_time() - begun < attempt + times.grace + times.slack + times.stall
     assert stage.attempt.aborted
+
+
+@pytest.mark.parametrize("suspect", [COORDINATOR, None])
+async def test_a_failure_that_may_be_our_own_fault_accuses_nobody(stage, autojump_clock, suspect):
+    stage.attempt.failure, stage.attempt.segments = Failure(suspect, "the attempt took too long"), 3
+    stage.attempt.settled.set()
+    await trio.testing.wait_all_tasks_blocked()
+    await stage.coordinator.send(Halt(PLAN.ballot))
+    said = await stage.coordinator.receive(Failed, Halted)
+    assert said == (Halted(PLAN.ballot, ()) if suspect is None else Failed(PLAN.ballot, suspect, 3))
+
+
+@pytest.mark.parametrize("proposes", [False, True])
+async def test_a_quorum_is_not_waited_for_without_end(autojump_clock, nursery, proposes):
+    """With a coordinator that says that too few are ready, or makes one plan after the other that nobody accepts."""
+    theirs, ours = local_lines(COORDINATOR)
+    offer = Offer(run=PLAN.run, tag="", revision=1, base=PLAN.base, weight=1.0, length=4)
+    times = RoundTimes(quorum=2, grace=1.0)
+
+    async def unsigned(plan):
+        return "it is not signed"
+
+    member = Member(
+        ours,
+        Work(values=torch.zeros(4), offer=offer, started=0.0),
+        Acceptor(US),
+        times,
+        check=unsigned,
+        begin=Attempt,
+        fetch=lambda holder: None,
+        keep=lambda reduced: None,
+        report=lambda plan, reason: None,
+        load=4,
+        most=4,
+        size=2,
+    )
+
+    async def propose():
+        while True:
+            await trio.sleep(60.0)
+            await theirs.send(Propose(PLAN))
+            await theirs.receive(Rejected)
+
+    nursery.start_soon(keep_alive, theirs)
+    if proposes:
+        nursery.start_soon(propose)
+    with pytest.raises(RequestTimeout):
+        await member.run()
+    most = 2 * (times.window + 2 * times.attempt(8, 2))
+    assert LONGEST_GATHERING < trio.current_time() < LONGEST_GATHERING + most + times.stall

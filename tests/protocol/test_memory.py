@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from protocol.errors import AddressError, PeerGone, PeerUnreachable
-from protocol.memory import CAPACITY, MemoryNetwork
+from protocol.memory import CAPACITY, QUEUE, MemoryNetwork
 from protocol.transport import Address
 
 SERVER = Address("b", 7070)
@@ -80,12 +80,29 @@ async def test_bandwidth_is_shared_by_all_connections_of_a_link(network, autojum
         assert await elapsed(receive, a1, 1) == pytest.approx(LATENCY + 1e-6)
 
 
+async def test_what_is_small_waits_behind_no_more_than_the_queue_of_a_slow_link(network, autojump_clock):
+    """Other connections of the link send all they can, and each of them has room for much more."""
+    network.set_link("a", "b", bandwidth=30_000)
+    async with connected(network) as (a1, b1), connected(network) as (a2, b2), connected(network) as (small, arrives):
+        async with trio.open_nursery() as nursery:
+            for sender, receiver in ((a1, b1), (a2, b2)):
+                nursery.start_soon(sender.send, bytes(300_000))
+                nursery.start_soon(receive, receiver, 300_000)
+            for _ in range(10):
+                await trio.sleep(1)
+                await small.send(b"x")
+                assert await elapsed(receive, arrives, 1) < 2 * QUEUE
+        assert trio.current_time() == pytest.approx(20, rel=0.1)  # the link was never idle
+
+
 async def test_default_bandwidth_and_links_without_limit(autojump_clock):
     network = MemoryNetwork(latency=1.0, bandwidth=1000)
     network.set_link("a", "c", latency=0.0, bandwidth=math.inf)
     async with connected(network) as (a, b), connected(network, address=Address("c", 1)) as (to_c, c):
+        start = trio.current_time()
         await a.send(bytes(2000))
-        assert await elapsed(receive, b, 2000) == pytest.approx(3)
+        await receive(b, 2000)
+        assert trio.current_time() - start == pytest.approx(3)
         await to_c.send(bytes(2000))
         assert await elapsed(receive, c, 2000) == 0
 

@@ -3,15 +3,15 @@
 import pytest
 
 from protocol.coordinator import RoundTimes
-from protocol.silence import FACTOR, PERIOD, SAMPLE, Silence
+from protocol.silence import FACTOR, LEAST, PERIOD, SAMPLE, Silence
 
 TIMES = RoundTimes(stall=10.0, quiet=3.0)
 LINES = {1: 10**6, 2: 10**6}
 
 
-def watched(pace: float = 0.0, sources=(1,), *, bytes_each_second: int = 0, seconds: int = 0):
+def watched(pace: float = 0.0, sources=(1,), *, gap: int = 0, bytes_each_second: int = 0, seconds: int = 0):
     """A silence that has been looked at regularly while so much came, and the time and the counts by now."""
-    silence = Silence(TIMES, dict.fromkeys(sources, 10**6), pace=pace, now=0.0)
+    silence = Silence(TIMES, dict.fromkeys(sources, 10**6), pace=pace, gap=gap, now=0.0)
     now, counts = 0.0, dict.fromkeys(sources, 0)
     for source in sources:
         silence.begun(source)
@@ -96,3 +96,33 @@ def test_the_longest_silent_is_named_first():
         now += PERIOD
         overdue = silence.look(counts, LINES, now)
     assert overdue == [2, 1]
+
+
+def test_what_the_line_has_brought_counts_for_a_moment_only():
+    silence, now, counts = watched(bytes_each_second=10_000_000, seconds=1)
+    assert silence.look(counts, {1: 10**6 + 100 * LEAST}, now + PERIOD) == []
+    began = now
+    while not silence.look(counts, {1: 10**6 + 100 * LEAST}, now):
+        now += PERIOD
+    assert now - began == pytest.approx(TIMES.quiet, abs=3 * PERIOD)
+
+
+@pytest.mark.parametrize("gap", [0, 10 * 65536])
+def test_who_always_says_that_it_waits_is_not_believed_for_ever(gap):
+    silence, now, counts = watched(bytes_each_second=10_000_000, seconds=1, sources=(1, 2), gap=gap)
+    began = now
+    while silence.believe(1, now):
+        now += found(silence, now, counts)
+        silence.believe(2, now)
+    assert now - began == pytest.approx(silence.longest + gap / TIMES.slowest, abs=TIMES.quiet + PERIOD)
+    counts[1] += 1
+    silence.look(counts, LINES, now)
+    assert silence.believe(1, now)
+
+
+def test_who_can_send_nothing_because_of_us_is_not_to_blame():
+    silence, now, counts = watched(bytes_each_second=10_000_000, seconds=1)
+    for _ in range(100):
+        now += found(silence, now, counts)
+        silence.excuse(1, now)
+    assert silence.believe(1, now)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trio
 
+from protocol.transfer import Transfer
 from tests.sim.swarm import TIMES
 
 PATIENT = attrs.evolve(TIMES, stall=10.0)
@@ -32,6 +33,27 @@ async def test_who_is_stuck_on_a_fast_line_is_found_in_seconds(autojump_clock, s
             with trio.fail_after(5):
                 outcomes = await swarm.together(call, others)
         assert {outcome.members for outcome in outcomes.values()} == {outcomes[others[0]].members}
+        assert set(outcomes[others[0]].members) >= {peer.id for peer in others}
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+async def test_who_is_stuck_and_says_that_it_waits_does_not_hold_the_others(
+    autojump_clock, swarm_of, monkeypatch, codec
+):
+    async with swarm_of(4, bandwidth=1e7, latency=0.01, times=PATIENT, codec=codec) as swarm:
+        call = reduce(LENGTH)
+        await swarm.together(call)
+        liar = swarm.peers[1]
+        liar.jam_ring(after=2)
+        waiting = Transfer.waiting
+        monkeypatch.setattr(
+            Transfer, "waiting", lambda self, peer: 0.0 if self._endpoint is liar.endpoint else waiting(self, peer)
+        )
+        others = [peer for peer in swarm.peers if peer is not liar]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swarm.together, call, [liar])
+            with trio.fail_after(PATIENT.attempt(LENGTH, 4) / 2):
+                outcomes = await swarm.together(call, others)
         assert set(outcomes[others[0]].members) >= {peer.id for peer in others}
 
 

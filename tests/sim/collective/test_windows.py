@@ -6,8 +6,9 @@ import pytest
 import torch
 import trio
 
+from protocol import operations
 from protocol.collective import Window
-from protocol.errors import Behind
+from protocol.errors import Behind, RequestTimeout, ShoalError
 from protocol.rounds import Rounds
 
 WINDOW = Window(quorum=2, grace=1.0, keep=4)
@@ -96,6 +97,29 @@ async def test_who_learns_late_that_its_values_were_in_a_result_does_not_bring_t
         second = await swarm.together(lambda peer: reduce(peer, 2.0))
         assert [told(second[peer]) for peer in (one, other)] == [[(2, 2.0, 2)]] * 2
         await swarm.rest()
+
+
+async def test_results_that_nobody_takes_are_kept_up_to_a_limit(autojump_clock, swarm_of, monkeypatch):
+    """A peer fetches what it has missed and then finds nobody to reduce with, again and again, under several tags."""
+    kept = 5
+    monkeypatch.setattr(operations, "MOST_MISSED", kept * 12)
+    lonely = Window(quorum=2, grace=20.0, keep=4)
+    async with swarm_of(3) as swarm:
+        *quick, slow = swarm.peers
+        errors = []
+        for tag in ("a", "b", "c"):
+
+            def call(peer, tag=tag, timeout=None):
+                return peer.collective.all_reduce(torch.ones(3), window=lonely, tag=tag, timeout=timeout)
+
+            async with trio.open_nursery() as nursery:
+                for peer in quick * 2:
+                    nursery.start_soon(call, peer)
+            with pytest.raises(ShoalError) as info:
+                await call(slow, timeout=10.0)
+            errors.append(type(info.value))
+        assert errors == [RequestTimeout, RequestTimeout, Behind]
+        assert slow.collective._missed_bytes <= kept * 12
 
 
 async def test_all_have_to_have_the_same_window_for_a_tag(autojump_clock, swarm_of):
