@@ -24,7 +24,7 @@ import msgspec
 from optim.methods import GRADIENT_RECIPES, RECIPES
 from optim.mixers import GatheredMean
 from optim.policies import QuadraticSteps
-from peer.algorithm import MAX_INTEGER, AlgorithmSettings, check_bounds, names, types_of, why_not
+from peer.algorithm import MAX_INTEGER, AlgorithmSettings, check_bounds, names, types_of, why_not, window_of
 from peer.home import HomeError
 from peer.schedule import FINAL_LR, Schedule
 from peer.settings import Settings
@@ -410,6 +410,12 @@ def _check_together(settings: Settings) -> None:
         _check_uneven(settings, recipe.policy)
     if isinstance(recipe.mixer, GatheredMean) and settings.limits.weight < 1:
         raise ManifestError(f"limits.weight = {settings.limits.weight:g}: must be >= 1 for {settings.algorithm.name}")
+    window = window_of(recipe)
+    if window is not None and window.grace > settings.round.grace:
+        raise ManifestError(
+            f"algorithm.grace = {window.grace:g}: must be <= round.grace = {settings.round.grace:g}",
+            hint="nobody waits longer than that: it is for how long too few wait for more",
+        )
     if not run.name.isprintable():
         raise ManifestError(f"run.name = {_toml(printable(run.name))}: must be printable, on one line")
     if model.width % model.heads:

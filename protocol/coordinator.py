@@ -78,7 +78,7 @@ class RoundTimes:
     """Whether members that are behind are waited for beyond the grace time."""
 
     def within(self, window: Window) -> RoundTimes:
-        """The same for operations with a window: nobody hurries to be in time, so nothing comes after the grace time."""
+        """The same for operations with a window: nobody hurries to be in time, so nothing comes after it closes."""
         return attrs.evolve(
             self,
             grace=max(self.grace, window.grace),
