@@ -185,7 +185,7 @@ class Replica:
             self.land(moment)
         elif self._flight is not None:
             self.recall()
-        message = self._nothing(self.begun + 1, moment.lr)
+        message = self.nothing(self.begun + 1, moment.lr)
         mixed = mixing(message)
         self._merge(self.fragment(message.round), self._after(message, mixed, moment, message.taken), carry=True)
         self.history = told_of(self.history, message.round, mixed.members)
@@ -312,10 +312,10 @@ class Replica:
         seen: set[Selection] = set()
         while (fragment := self.fragment(len(seen) + 1)) not in seen:
             seen.add(fragment)
-            yield self._nothing(len(seen), moment.lr)
+            yield self.nothing(len(seen), moment.lr)
 
-    def _nothing(self, round: int, lr: float) -> Message:
-        """Takes part in an exchange without bringing anything."""
+    def nothing(self, round: int, lr: float) -> Message:
+        """A message that takes part in an exchange without bringing anything."""
         message = self._prepare(self.fragment(round), lr)
         return attrs.evolve(message, values=torch.zeros_like(message.values), weight=0.0, round=round)
 

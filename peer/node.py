@@ -318,7 +318,9 @@ class Node:
         """Others have gone on without us: takes the round's result from one of them, or else their state."""
         await self._stand_at(state, active=False)
         try:
-            reduced = await self.rounds.fetch_result(holder, state.header.revision + 1)
+            revision = state.header.revision + 1
+            length = await self.compute(self.trainer.length, revision) if self._late else None
+            reduced = await self.rounds.fetch_result(holder, revision, length=length)
         except ShoalError:
             reduced = None
         if reduced is not None and reduced.plan.base == state.header.digest:

@@ -32,7 +32,7 @@ from optim.recipe import Recipe
 from optim.regularizers import Free
 from optim.replica import Replica
 from optim.sender import Message, tag_of
-from optim.slots import Mixed, Moment, Operation
+from optim.slots import AllReduce, Mixed, Moment, Operation
 from optim.state import OuterState
 from peer.data import Corpus, Dataset
 from peer.halves import Halves
@@ -263,6 +263,13 @@ class Trainer:
         if self._waits:
             return 0
         return min(self.recipe.policy.delay, self._steps) if self.recipe.waits else ENDLESS
+
+    def length(self, revision: int) -> int:
+        """Values that the one all-reduce of the round is about that makes `revision`."""
+        asking = self._replica.sender.mix(self._replica.nothing(revision, self._moment(revision).lr))
+        operation = next(asking)
+        assert isinstance(operation, AllReduce)
+        return len(operation.values)
 
     def _last_contribution(self, moment: Moment) -> Contribution:
         if self._replica.has_arrived:

@@ -13,7 +13,17 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = 5
 
 
-@pytest.mark.parametrize(("algorithm", "last"), [("streaming", ROUNDS), ("noloco", ROUNDS + 1)])
+@pytest.mark.parametrize(
+    ("algorithm", "last"),
+    [
+        ("streaming", ROUNDS),
+        ("noloco", ROUNDS + 1),
+        ("dilocox", 2 * ROUNDS),
+        ("paced", ROUNDS),
+        ("asynchronous", ROUNDS),
+        ("decoupled", ROUNDS),
+    ],
+)
 def test_real_daemons_carry_out_other_methods(capsys, tmp_path, monkeypatch, algorithm, last):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)  # where the report goes
