@@ -219,6 +219,11 @@ def settled(memory: Memory) -> Memory:
     return {name: kept for name, kept in memory.items() if not name.startswith(("plain ", "side "))}
 
 
+def unshared(memory: Memory) -> Memory:
+    """What a peer remembers by itself: without what all have in common, which they forget where somebody lacks it."""
+    return {name: kept for name, kept in memory.items() if not name.startswith(("factor ", "ranks"))}
+
+
 def packed(mixer: LowRankMean | AdaptiveLowRankMean, layout: Layout, memory: Memory) -> torch.Tensor:
     """What all peers remember, in a vector with the layout of the model: so that it can be part of their state.
 

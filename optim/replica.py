@@ -235,6 +235,11 @@ class Replica:
         """What we would exchange now if nothing had been done since that was sent."""
         return sent.taken if self.recipe.payload.settled else torch.zeros_like(sent.taken)
 
+    def renew(self) -> None:
+        """Somebody comes who has the outer state, and nothing else that peers have in common: all do without it."""
+        self.sender.renew()
+        self._load = 1.0
+
     @property
     def drift(self) -> torch.Tensor:
         """By how much the local parameters differ from the outer ones."""
