@@ -47,10 +47,6 @@ _Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked
 _SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked)
 
 
-LONGEST_GATHERING = 3600.0
-"""Seconds that we wait with one coordinator for a quorum. Nobody knows when so many are ready, but it may lie."""
-
-
 class Redirected(ShoalError):
     """Another peer coordinates the round."""
 
