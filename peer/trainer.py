@@ -305,9 +305,7 @@ class Trainer:
             self._message, self._asking, self._state = None, None, replica.outer
             return self._state
         if self._halves is not None:
-            return self._commit_half(
-                self._halves, state, reduced, revision, heard=reduced.plan.includes(self._peer_id)
-            )
+            return self._commit_half(self._halves, state, reduced, revision, heard=reduced.plan.includes(self._peer_id))
         assert message is not None
         if reduced.plan.operation == "exchange":
             replica.skip()
