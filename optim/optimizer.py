@@ -13,10 +13,7 @@ from torch import nn
 
 from optim.buffers import Buffers
 from optim.elementwise import check_elementwise
-from optim.local import LocalPeer
-from optim.lowrank import LowRankMean
 from optim.machine import Machine, link_of
-from optim.mixers import RingMean
 from optim.recipe import Recipe
 from optim.regularizers import Free
 from optim.replica import Replica
@@ -61,7 +58,7 @@ class LowCommunicationOptimizer(Wrapper):
 
     Raises:
         SettingsError: The inner optimizer trains something that is not a parameter of the model; or each process has
-            a part of the model, and the recipe cannot be carried out on parts; or it needs a quorum among real peers.
+            a part of the model, and the recipe cannot be carried out on parts.
     """
 
     def __init__(
@@ -75,12 +72,6 @@ class LowCommunicationOptimizer(Wrapper):
         pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__(model, inner, tokens_per_step=tokens_per_step)
-        window = method.mixer.window if isinstance(method.mixer, RingMean) else None
-        if window is not None and window.quorum > 1 and not isinstance(swarm, LocalPeer):
-            raise SettingsError(
-                "a quorum of more than one works in a LocalSwarm only",
-                hint="real peers may wait for each other's fragments for ever; take quorum=1 and a longer grace",
-            )
         self.recipe = method
         self._link, self._pace = link_of(swarm, self._flat), pace
         if self._flat.slices != self._flat.whole:
@@ -201,15 +192,12 @@ class LowCommunicationOptimizer(Wrapper):
             How many peers took part.
 
         Raises:
-            SettingsError: With this method peers are at different exchanges, and may still get those that they missed;
-                or they have something in common that is no part of the state.
+            SettingsError: With this method peers are at different exchanges, and may still get those that they missed.
             ProtocolError: The others' state is not finite.
             ShoalError: It failed, and may be called again.
         """
         if self.recipe.late:
             raise SettingsError("exchanges go on without those who are late: nobody can come to such a run later")
-        if isinstance(self.recipe.mixer, LowRankMean):
-            raise SettingsError("factors of low rank are no part of the state: nobody can come to such a run later")
         if self._replica.flying:
             self._receive()
             self._replica.settle(self._moment())
@@ -219,6 +207,8 @@ class LowCommunicationOptimizer(Wrapper):
         told = standings(self._link.gather(ours.pack(), "welcome").values())
         source = foremost(told)
         if any(self._is_behind(theirs, source) for theirs in told):
+            self._replica.renew()
+            self._wait = None
             names = sorted(self.outer.buffers)
             state = torch.cat([self.outer.parameters, *(self.outer.buffers[name] for name in names)])
             state = self._link.broadcast(state, "state", ours=source == ours)

@@ -176,6 +176,21 @@ class Replica:
             self.recall()
         self.begun += 1
 
+    def overheard(self, mixing: Callable[[Message], Mixed], moment: Moment) -> None:
+        """Applies an exchange that others have had without us, before ours. All that was done here stays, and is due.
+
+        `mixing` tells what came of it, to who brings such a message. What arrived before is applied first.
+        """
+        if self._flight is not None and self.has_arrived:
+            self.land(moment)
+        elif self._flight is not None:
+            self.recall()
+        message = self.nothing(self.begun + 1, moment.lr)
+        mixed = mixing(message)
+        self._merge(self.fragment(message.round), self._after(message, mixed, moment, message.taken), carry=True)
+        self.history = told_of(self.history, message.round, mixed.members)
+        self.begun, self.rounds = self.begun + 1, self.rounds + 1
+
     def _count_again(self, flight: _Flight) -> None:
         """What an exchange brought did not count. If it is not lost, it counts in the fragment's next one."""
         if flight.kept:
@@ -219,6 +234,11 @@ class Replica:
     def _unmoved(self, sent: Message) -> torch.Tensor:
         """What we would exchange now if nothing had been done since that was sent."""
         return sent.taken if self.recipe.payload.settled else torch.zeros_like(sent.taken)
+
+    def renew(self) -> None:
+        """Somebody comes who has the outer state, and nothing else that peers have in common: all do without it."""
+        self.sender.renew()
+        self._load = 1.0
 
     @property
     def drift(self) -> torch.Tensor:
@@ -297,8 +317,12 @@ class Replica:
         seen: set[Selection] = set()
         while (fragment := self.fragment(len(seen) + 1)) not in seen:
             seen.add(fragment)
-            message = self._prepare(fragment, moment.lr)
-            yield attrs.evolve(message, values=torch.zeros_like(message.values), weight=0.0, round=len(seen))
+            yield self.nothing(len(seen), moment.lr)
+
+    def nothing(self, round: int, lr: float) -> Message:
+        """A message that takes part in an exchange without bringing anything."""
+        message = self._prepare(self.fragment(round), lr)
+        return attrs.evolve(message, values=torch.zeros_like(message.values), weight=0.0, round=round)
 
     def caught_up(self, message: Message, mixed: Mixed, moment: Moment) -> None:
         """Applies what came of one of `turns`."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 import attrs
 import torch
 
+from optim.lowrank import unshared
 from optim.memory import checked_memory
 from optim.recipe import GradientRecipe, Recipe
 from optim.slots import AllReduce, Exchange, Gather, Layout, Local, Memory, Mixed, Mixing, Operation, Work
@@ -72,6 +73,10 @@ class Sender:
     def forget(self) -> None:
         """The peer goes on from somebody else's state: what it has left out belongs to another one."""
         self._memory.clear()
+
+    def renew(self) -> None:
+        """What mixers have in common begins anew at all peers, as somebody does not have it."""
+        self._memory = {key: unshared(memory) for key, memory in self._memory.items()}
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """What is remembered, by fragment."""

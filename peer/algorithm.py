@@ -10,9 +10,10 @@ from typing import Any, Final, TypeAlias
 import attrs
 
 from optim.methods import GRADIENT_RECIPES, RECIPES
-from optim.mixers import GatheredMean, Pairs, RingMean
-from optim.policies import FixedSteps, QuadraticSteps
+from optim.mixers import RingMean
+from optim.radial import RadialMean
 from optim.recipe import Recipe
+from protocol.collective import Window
 
 Constant: TypeAlias = bool | int | float | str
 
@@ -89,18 +90,16 @@ def check_bounds(key: str, value: object) -> None:
 
 def names() -> list[str]:
     """The recipes that the daemon can carry out."""
-    return [name for name in RECIPES if why_not(name) is None]
+    return list(RECIPES)
 
 
 def why_not(name: str) -> str | None:
     """Why the daemon cannot carry out a method that there is; None if it can."""
     if name in GRADIENT_RECIPES:
         return "it exchanges in every step, and a run makes rounds: use it with optim.GradientOptimizer"
-    recipe = AlgorithmSettings(name).recipe()
-    if recipe.late:
-        return "its exchanges go on without those who are late, and a round of a run waits for all: use it in a script"
-    if not isinstance(recipe.mixer, (RingMean, Pairs, GatheredMean)):
-        return "it needs several operations, one after the other, in a round, and a round has one: use it in a script"
-    if not isinstance(recipe.policy, (FixedSteps, QuadraticSteps)):
-        return "its number of steps depends on what peers of a run do not tell each other: use it with LocalSwarm"
     return None
+
+
+def window_of(recipe: Recipe) -> Window | None:
+    """When rounds go on without those who are late; None if they wait for all."""
+    return recipe.mixer.window if isinstance(recipe.mixer, (RingMean, RadialMean)) else None

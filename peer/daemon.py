@@ -13,7 +13,10 @@ import trio
 
 from dht import DHT
 from optim.feedback import Forget
+from optim.policies import FixedSteps
+from optim.recipe import Recipe
 from peer import checkpoint
+from peer.algorithm import window_of
 from peer.bootstrap import why_unreachable
 from peer.chain import Tip
 from peer.checkpoint import Checkpoint
@@ -27,7 +30,7 @@ from peer.history import Rules
 from peer.home import Home, HomeError, write_atomically
 from peer.keys import RunKeys
 from peer.manifest import Manifest, kept_manifest
-from peer.membership import Membership
+from peer.membership import NEAR, Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.probe import Prober
 from peer.reach import (
@@ -187,9 +190,8 @@ class _Daemon:
         await nursery.start(self._dht.run)
         await self._bootstrap()
         manifest = config.manifest or await self._find_manifest()
-        settings = manifest.settings
+        settings, allowed = manifest.settings, _allowed(manifest)
         _check_data(settings, config.data)
-        allowed = _allowed(manifest)
         if allowed is not None and self.endpoint.peer_id not in allowed:
             raise RequestRefused(
                 f"this run admits only the peers on its list, and {self.endpoint.peer_id} is not on it",
@@ -201,30 +203,66 @@ class _Daemon:
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
         keys = self._run_keys(manifest)
-        membership = self._membership = Membership(
+        membership = self._membership = self._make_membership(manifest, allowed, keys, trainer.recipe)
+        node = self._make_node(manifest, allowed, membership, trainer)
+        await nursery.start(membership.run)
+        await nursery.start(node.rounds.run)
+        membership.meet(self.endpoint.connected)
+        nursery.start_soon(self._keep_book, membership)
+        nursery.start_soon(self._tell_members, membership)
+        founded = manifest.founder == self._identity.public_key
+        if keys is not None:
+            nursery.start_soon(keys.run, partial(self._present, membership))
+            if founded:
+                nursery.start_soon(keys.follow_orders)
+            else:
+                nursery.start_soon(self._end_if_expelled, membership)
+        self._events.emit(
+            "started",
+            address=str(self._reach.addresses[0]),
+            run=manifest.run_id,
+            parameters=trainer.flat.length,
+        )
+        task_status.started(self._ticket(manifest))
+        if config.map_port:
+            nursery.start_soon(self._reach.keep_mapped, lambda: config.on_ticket(self._ticket(manifest)))
+        await node.run(local, founding=config.wait_for if founded else None)
+
+    def _make_membership(
+        self, manifest: Manifest, allowed: frozenset[PeerId] | None, keys: RunKeys | None, recipe: Recipe
+    ) -> Membership:
+        window = window_of(recipe)
+        return Membership(
             self.endpoint,
             self._dht,
             manifest.run_id,
             rng=self._rng,
-            limit=settings.limits.peers - 1,
+            limit=manifest.settings.limits.peers - 1,
+            near=NEAR if window is None else max(NEAR, window.keep - 1),
             allowed=allowed,
             refuses=keys.refusal if keys else lambda peer: None,
-            plausible=partial(_plausible, settings),
+            plausible=partial(_plausible, manifest.settings),
             seen=self._seen,
             rejected=self._rejected,
             final=keys.expels if keys else lambda peer, error: False,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
+
+    def _make_node(
+        self, manifest: Manifest, allowed: frozenset[PeerId] | None, membership: Membership, trainer: Trainer
+    ) -> Node:
+        settings = manifest.settings
         rules = Rules(
             max_weight=settings.limits.weight,
             max_members=settings.limits.peers,
             admits=lambda peer: allowed is None or peer in allowed,
         )
         courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
+        times, window = RoundTimes(grace=settings.round.grace), window_of(trainer.recipe)
         rounds = Rounds(
             self.endpoint,
             manifest.run_id,
-            settings=RoundTimes(grace=settings.round.grace),
+            settings=times if window is None else times.within(window),
             roster=membership,
             report=self._events.report,
             max_weight=rules.max_weight,
@@ -241,27 +279,7 @@ class _Daemon:
             courtesy=courtesy,
             measuring=rounds.measuring,
         )
-        await nursery.start(membership.run)
-        await nursery.start(rounds.run)
-        membership.meet(self.endpoint.connected)
-        nursery.start_soon(self._keep_book, membership)
-        nursery.start_soon(self._tell_members, membership)
-        if keys is not None:
-            nursery.start_soon(keys.run, partial(self._present, membership))
-            if manifest.founder == self._identity.public_key:
-                nursery.start_soon(keys.follow_orders)
-            else:
-                nursery.start_soon(self._end_if_expelled, membership)
-        self._events.emit(
-            "started",
-            address=str(self._reach.addresses[0]),
-            run=manifest.run_id,
-            parameters=trainer.flat.length,
-        )
-        task_status.started(self._ticket(manifest))
-        if config.map_port:
-            nursery.start_soon(self._reach.keep_mapped, lambda: config.on_ticket(self._ticket(manifest)))
-        node = Node(
+        return Node(
             run_id=manifest.run_id,
             settings=settings,
             rules=rules,
@@ -273,10 +291,8 @@ class _Daemon:
             checkpoints=self._home.checkpoints,
             events=self._events,
             compute=self._compute,
-            linger=config.linger,
+            linger=self._config.linger,
         )
-        founding = config.wait_for if manifest.founder == self._identity.public_key else None
-        await node.run(local, founding=founding)
 
     async def _bootstrap(self) -> None:
         """Reaches the peers that the ticket and the address book name."""
@@ -456,7 +472,10 @@ def _bytes_per_parameter(trainer: Trainer) -> int:
     late = 16 if recipe.policy.delay else 0  # the state that the local parameters began from, and what is under way
     own = 24 if not recipe.shared else 0  # what is sent, received and mixed is twice as long, or kept for a while
     left_out = 12 if recipe.feedback != Forget() else 0
-    return MEMORY_PER_PARAMETER + buffers + late + own + left_out
+    window = window_of(recipe)
+    fragments = recipe.policy.fragments if isinstance(recipe.policy, FixedSteps) else 1
+    results = 4 * max(0, window.keep - RoundTimes().keep) // fragments if window is not None else 0
+    return MEMORY_PER_PARAMETER + buffers + late + own + left_out + results
 
 
 def _explained(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ lets the run come to its end. Then it judges what the events say (`peer.verdict`
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
@@ -97,6 +98,8 @@ def demo_settings(rounds: int, inner_steps: int, data: str = "stdlib", algorithm
     short: dict[str, object] = {"inner_steps": inner_steps, "base_steps": inner_steps, "outer_momentum": 0.5}
     if algorithm == "diloco":
         short["outer_lr"] = 0.7
+    if algorithm == "decoupled":
+        short["fragments"] = math.gcd(8, inner_steps)
     known = types_of(algorithm) if algorithm in RECIPES else {}
     chosen = {key: value for key, value in short.items() if key in known}
     settings = Settings(
@@ -221,7 +224,8 @@ class _Stage:
         schedule = Schedule(self._settings, self._settings.algorithm.recipe())
         self._last = schedule.last
         self._steps = schedule.before(options.rounds + 1)
-        self._plot = Scenario(rounds=options.rounds, inner_steps=round(self._steps / options.rounds))
+        revisions = options.rounds * schedule.operations
+        self._plot = Scenario(rounds=revisions, inner_steps=round(self._steps / revisions))
         self._began = 0.0  # on trio's clock, as the others
         self._drawn = 0.0
         self._complained: dict[str, float] = {}
@@ -273,7 +277,9 @@ class _Stage:
         options = self._options
         manifest = self._root / "manifest.toml"
         manifest.write_text(dump_settings(self._settings))
-        self._say(f"{options.peers} daemons, {options.rounds} rounds of {self._plot.inner_steps} inner steps")
+        self._say(
+            f"{options.peers} daemons, {options.rounds} rounds of {round(self._steps / options.rounds)} inner steps"
+        )
         founder = self._start("founder", "start", str(manifest), "--wait-for", str(options.peers))
         await self._until(lambda: bool(founder.read_ticket()))
         return founder

@@ -24,7 +24,7 @@ import msgspec
 from optim.methods import GRADIENT_RECIPES, RECIPES
 from optim.mixers import GatheredMean
 from optim.policies import QuadraticSteps
-from peer.algorithm import MAX_INTEGER, AlgorithmSettings, check_bounds, names, types_of, why_not
+from peer.algorithm import MAX_INTEGER, AlgorithmSettings, check_bounds, names, types_of, why_not, window_of
 from peer.home import HomeError
 from peer.schedule import FINAL_LR, Schedule
 from peer.settings import Settings
@@ -85,6 +85,16 @@ NOTES: Final[Mapping[str, str]] = {
     "algorithm.bits": "bits of each value that is sent",
     "algorithm.decay": "share of what was not sent that is remembered",
     "algorithm.pairing": "random pairs, or those of a one-peer graph: exponential or exponential-ring",
+    "algorithm.rank": "columns of the factors that matrices are exchanged as, at most",
+    "algorithm.adaptive": "whether rank and local steps follow what the last exchanges needed",
+    "algorithm.window": "rounds that this looks back",
+    "algorithm.quorum": "peers that have to be ready; too few wait for round.grace seconds at most",
+    "algorithm.grace": "seconds that a quorum waits for the others",
+    "algorithm.keep": "rounds that a peer may miss in a row without losing what it has done",
+    "algorithm.buffer": "contributions after which momentum moves the parameters; best the number of peers",
+    "algorithm.spread": "share of the momentum that each contribution moves the parameters by",
+    "algorithm.paced": "whether slower peers take fewer local steps",
+    "algorithm.radial": "whether the mean keeps the length of what peers bring",
     "algorithm.corrected": "whether the final mean keeps the variance of each matrix",
     "round.grace": "seconds that the first ready peer waits for the others",
     "round.codec": "how updates are encoded on the wire: fp32, bf16, int8, int4 or e3m0",
@@ -410,6 +420,12 @@ def _check_together(settings: Settings) -> None:
         _check_uneven(settings, recipe.policy)
     if isinstance(recipe.mixer, GatheredMean) and settings.limits.weight < 1:
         raise ManifestError(f"limits.weight = {settings.limits.weight:g}: must be >= 1 for {settings.algorithm.name}")
+    window = window_of(recipe)
+    if window is not None and window.grace > settings.round.grace:
+        raise ManifestError(
+            f"algorithm.grace = {window.grace:g}: must be <= round.grace = {settings.round.grace:g}",
+            hint="nobody waits longer than that: it is for how long too few wait for more",
+        )
     if not run.name.isprintable():
         raise ManifestError(f"run.name = {_toml(printable(run.name))}: must be printable, on one line")
     if model.width % model.heads:

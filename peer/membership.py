@@ -22,6 +22,7 @@ import trio
 
 from dht import DHT, members_key
 from peer.chain import Tip
+from peer.pace import FASTEST
 from protocol.awake import Awake
 from protocol.endpoint import Endpoint, PeerLost
 from protocol.errors import PeerGone, ProtocolError, RequestRefused, ShoalError, WrongSwarmKey
@@ -48,7 +49,8 @@ STABLE = 5.0
 """A connection that breaks sooner than this, in seconds, after the one before it is not made anew at once."""
 
 NEAR = 2
-"""A member that is no further behind catches up by fetching the results of the rounds that it lacks."""
+"""A member that is no further behind catches up by fetching the results of the rounds that it lacks, unless the run's
+method keeps more of them."""
 
 PATIENCE = 3
 """Rounds in which a member that is behind is waited for although it does not get ahead."""
@@ -105,6 +107,8 @@ class StatusClaim:
     """The state that it holds, if any."""
     active: bool
     """Whether it takes part in rounds."""
+    speed: Annotated[float, msgspec.Meta(ge=0, le=FASTEST)] = 0.0
+    """Inner steps per second that it takes; 0 if it does not know yet."""
 
 
 @message("member.hello")
@@ -133,6 +137,7 @@ class Member:
     number: int = 0
     progressed: int = 0
     """The revision that we held when it told us this tip."""
+    speed: float = 0.0
 
 
 @attrs.define
@@ -150,6 +155,7 @@ class Membership:
         run: The run's id.
         rng: Spreads out what all members would otherwise do at once.
         limit: The most members to keep connections to.
+        near: How far behind a member may be to catch up by the results of rounds.
         allowed: Peer ids that may take part, or None for everyone.
         refuses: Says why a peer cannot be a member now, although it may take part, or None.
         plausible: Whether a tip can exist in this run at all.
@@ -167,6 +173,7 @@ class Membership:
         *,
         rng: random.Random,
         limit: int = 64,
+        near: int = NEAR,
         allowed: frozenset[PeerId] | None = None,
         refuses: Callable[[PeerId], str | None] = lambda peer: None,
         plausible: Callable[[Tip], bool] = lambda tip: True,
@@ -180,6 +187,7 @@ class Membership:
         self._run = run
         self._rng = rng
         self._limit = limit
+        self._near = near
         self._allowed = allowed
         self._refuses = refuses
         self._plausible = plausible
@@ -188,7 +196,7 @@ class Membership:
         self._rejected = rejected
         self._final = final
         self._tip: Tip | None = None
-        self._active = False
+        self._active, self._speed = False, 0.0
         self._number = 0
         self._members: dict[PeerId, Member] = {}
         self._greeting: set[PeerId] = set()
@@ -224,7 +232,7 @@ class Membership:
         """The members that can make the next round with us, ourselves included: active, and on our branch.
 
         A member at our revision must have our digest. One that is a revision behind is about to follow, and one that is
-        up to `NEAR` revisions ahead knows how to.
+        up to `near` revisions ahead knows how to.
         """
         mine = self._tip
         found = [self._endpoint.peer_id] if self._active else []
@@ -232,7 +240,7 @@ class Membership:
             if mine is None or member.tip is None or not member.active or self._doubted(member.peer, DOUBTS):
                 continue
             ahead = member.tip.revision - mine.revision
-            if member.tip.digest == mine.digest if ahead == 0 else -1 <= ahead <= NEAR:
+            if member.tip.digest == mine.digest if ahead == 0 else -1 <= ahead <= self._near:
                 found.append(member.peer)
         return sorted(found)
 
@@ -270,13 +278,13 @@ class Membership:
         """The member with the best tip, if that is a state to fetch: to catch up, or to change branches. Else None.
 
         A tip that is a single round ahead of ours is most likely the round that we are about to finish, and the results
-        of `NEAR` rounds are no more than the state: no reason to fetch that, unless the member is `branched`: known to
+        of `near` rounds are no more than the state: no reason to fetch that, unless the member is `branched`: known to
         be on another branch.
         """
         mine = self._tip
 
         def is_near(member: Member) -> bool:
-            return mine is not None and member.tip is not None and 0 < member.tip.revision - mine.revision <= NEAR
+            return mine is not None and member.tip is not None and 0 < member.tip.revision - mine.revision <= self._near
 
         return self._best(member for member in self._members.values() if member.peer == branched or not is_near(member))
 
@@ -391,9 +399,9 @@ class Membership:
             self._awaited[peer] = trio.current_time() + SETTLE
         self._nursery.start_soon(self._greet, peer, int(later))
 
-    async def announce(self, tip: Tip | None, *, active: bool) -> None:
+    async def announce(self, tip: Tip | None, *, active: bool, speed: float = 0.0) -> None:
         """Sets our status and tells every member, without waiting for those that are slow to hear it."""
-        self._tip, self._active = tip, active
+        self._tip, self._active, self._speed = tip, active, speed
         self._number += 1
         self._notify()
         if self._nursery is not None:
@@ -413,7 +421,7 @@ class Membership:
     def _status(self) -> StatusClaim:
         tip = self._tip
         claim = None if tip is None else TipClaim(tip.revision, tip.weight, tip.digest)
-        return StatusClaim(self._number, claim, self._active)
+        return StatusClaim(self._number, claim, self._active, self._speed)
 
     async def _tell(self, peer: PeerId) -> None:
         try:
@@ -504,7 +512,7 @@ class Membership:
         progressed = 0 if self._tip is None else self._tip.revision
         if known is not None and known.tip == tip:
             progressed = known.progressed
-        self._members[peer] = Member(peer, tip, status.active, status.number, progressed)
+        self._members[peer] = Member(peer, tip, status.active, status.number, progressed, status.speed)
         if known is None:
             self._former.pop(peer, None)
             self._seen(peer)

@@ -24,6 +24,7 @@ from peer.events import EventLog
 from peer.exchange import perform
 from peer.history import History, Rules
 from peer.membership import Member, Membership
+from peer.pace import Speed, pace
 from peer.settings import Settings
 from peer.state import CommittedState
 from peer.sync import Donor, Partial, SyncFailed, fetch_history, fetch_state
@@ -88,6 +89,7 @@ class Node:
     """Seconds to stay after the last round at least, for newcomers."""
     _partial: Partial = attrs.field(factory=Partial, init=False)
     _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
+    _speed: Speed = attrs.field(factory=Speed, init=False)
 
     async def run(self, local: Checkpoint | None, *, founding: int | None) -> None:
         """Finds the state and trains to the last round, or until cancelled.
@@ -113,7 +115,7 @@ class Node:
             before = state
             state, took_part = await self._round(before)
             # Who is behind skips this: it would otherwise take as long for each round as the others, and stay behind.
-            if took_part:
+            if took_part and not self.trainer.is_halfway(state.header.revision):
                 saved = state if await self._save(state) is None else None
                 await self._validate(state)
                 validated = state
@@ -160,6 +162,8 @@ class Node:
         revision = state.header.revision + 1
         await self.compute(self.trainer.start_round, state.outer, revision, self.membership.partners())
         await self._inner_steps(revision)
+        if self._late and (ahead := self.membership.ahead()) is not None:
+            return await self._catch_up(state, ahead.peer), False  # first what others have made; then our part
         contribution = await self.compute(self.trainer.contribution)
         if not contribution.finite:
             reason = "our own update was not finite, so it does not count"
@@ -196,6 +200,11 @@ class Node:
             self.membership.doubt(peer)
         return committed, took_part
 
+    @property
+    def _late(self) -> bool:
+        """Whether rounds go on without those who are late, so that nobody hurries, or gives up what is not done yet."""
+        return self.trainer.recipe.late
+
     def _claimants(self, revision: int) -> set[PeerId]:
         """The members that say that this round is over already, although we have not taken part in it."""
         heard, ahead = self.rounds.heard, self.membership.ahead()
@@ -213,7 +222,8 @@ class Node:
         async def watch(stop: trio.Event) -> None:
             try:
                 async with trio.open_nursery() as first:
-                    first.start_soon(self._until_deadline, revision, first.cancel_scope)
+                    if not self._late:
+                        first.start_soon(self._until_deadline, revision, first.cancel_scope)
                     first.start_soon(self._until_left_behind, first.cancel_scope)
             finally:
                 stop.set()  # also when we are cancelled
@@ -221,15 +231,22 @@ class Node:
         stop = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, stop)
-            await self._train(self.trainer.schedule.steps(revision), stop)
+            await self._train(self.trainer.steps(revision, self._pace()), stop)
             nursery.cancel_scope.cancel()
 
     async def _train(self, steps: int, stop: trio.Event) -> None:
         """Trains until so many steps are done; the worker thread ends after the step at which it is told to stop."""
         meter = _Meter(self.events, trio.lowlevel.current_clock())
         run = partial(self.trainer.run, steps, should_stop=stop.is_set, on_step=meter.step)
+        begun = trio.current_time()
         await self.compute(run)
+        self._speed.add(meter.steps, trio.current_time() - begun)
         meter.flush()
+
+    def _pace(self) -> float:
+        """Our speed as a share of the fastest peer's, as far as both are known."""
+        others = [member.speed for member in self.membership.others if member.active]
+        return pace(self._speed.rate, others)
 
     async def _exchange(self, state: CommittedState, contribution: Contribution) -> Outcome:
         """The collective's part of a round; inner steps go on meanwhile, as many as the method allows.
@@ -261,9 +278,15 @@ class Node:
 
     async def _until_left_behind(self, scope: trio.CancelScope) -> None:
         """Cancels `scope` when others have gone on without us, or there is a state that we should rather work on."""
-        while self.membership.ahead() is None:
+        while not self._is_left_behind():
             await self.membership.changes()
         scope.cancel()
+
+    def _is_left_behind(self) -> bool:
+        ahead = self.membership.ahead()
+        if ahead is None or ahead.tip is None or not self._late:
+            return ahead is not None
+        return self.membership.better() is not None or 0 < self.trainer.schedule.last <= ahead.tip.revision
 
     async def _commit(self, state: CommittedState, outcome: Outcome, *, fetched: bool = False) -> CommittedState:
         """Takes the outer step that a round's result asks for. `fetched`: others have made the result."""
@@ -295,7 +318,9 @@ class Node:
         """Others have gone on without us: takes the round's result from one of them, or else their state."""
         await self._stand_at(state, active=False)
         try:
-            reduced = await self.rounds.fetch_result(holder, state.header.revision + 1)
+            revision = state.header.revision + 1
+            length = await self.compute(self.trainer.length, revision) if self._late else None
+            reduced = await self.rounds.fetch_result(holder, revision, length=length)
         except ShoalError:
             reduced = None
         if reduced is not None and reduced.plan.base == state.header.digest:
@@ -402,7 +427,7 @@ class Node:
         if state is not None:
             self.donor.offer(state)
             self.rounds.committed(state.header.revision, state.header.digest)
-        await self.membership.announce(None if state is None else state.tip, active=active)
+        await self.membership.announce(None if state is None else state.tip, active=active, speed=self._speed.rate)
 
     async def _validate(self, state: CommittedState) -> None:
         loss = await self.compute(self.trainer.evaluate, state.outer)
@@ -453,8 +478,10 @@ class _Meter:
         self._begun = clock.current_time()
         self._tokens = 0
         self._last: StepInfo | None = None
+        self.steps = 0
 
     def step(self, info: StepInfo) -> None:
+        self.steps += 1
         self._tokens += info.tokens
         self._last = info
         if self._clock.current_time() - self._begun >= INNER_EVENT_PERIOD:

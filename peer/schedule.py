@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Final
 
 from optim.finalizers import Keep
-from optim.policies import QuadraticSteps
+from optim.lowrank import AdaptiveLowRankMean, LowRankMean
+from optim.policies import HiddenSteps, PacedSteps, QuadraticSteps
 from optim.recipe import Recipe
 from optim.slots import Moment
 from peer.settings import Settings
@@ -30,18 +31,26 @@ class Schedule:
         self._starts = [0]  # inner steps before each round, where rounds differ
         self.finishes = recipe.finalizer != Keep()
         """Whether a last exchange follows the rounds, which makes one state of the peers' own ones."""
+        self.operations = 2 if isinstance(recipe.mixer, (LowRankMean, AdaptiveLowRankMean)) else 1
+        """Of a round. Each makes a revision; elsewhere in this class, a revision is what a round comes to."""
 
     @property
     def last(self) -> int:
         """The revision that ends the run; 0 if none does."""
-        return self._rounds + self.finishes if self._rounds else 0
+        return self._rounds * self.operations + self.finishes if self._rounds else 0
 
     def is_last_exchange(self, revision: int) -> bool:
         """Whether this revision is made by that last exchange, without any inner steps."""
         return self.finishes and revision == self.last
 
-    def steps(self, revision: int) -> int:
-        """Inner steps of the round that makes this revision, from the beginning of the exchange before."""
+    def steps(self, revision: int, *, pace: float = 1.0, load: float = 1.0) -> int:
+        """Inner steps of the round that makes this revision, from the beginning of the exchange before.
+
+        If they depend on how fast a peer is, or on how much is sent (see `Moment`), a round counts the same in the
+        schedule whatever it takes.
+        """
+        if isinstance(self._policy, (PacedSteps, HiddenSteps)):
+            return self._policy.steps(Moment(round=revision, lr=self._inner.lr, pace=pace, load=load))
         return 0 if self.is_last_exchange(revision) else self.before(revision + 1) - self.before(revision)
 
     def before(self, revision: int) -> int:

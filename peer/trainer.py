@@ -32,9 +32,10 @@ from optim.recipe import Recipe
 from optim.regularizers import Free
 from optim.replica import Replica
 from optim.sender import Message, tag_of
-from optim.slots import Mixed, Moment, Operation
+from optim.slots import AllReduce, Mixed, Moment, Operation
 from optim.state import OuterState
 from peer.data import Corpus, Dataset
+from peer.halves import Halves
 from peer.model import Transformer
 from peer.schedule import Schedule
 from peer.settings import InnerSettings, ModelSettings, Settings
@@ -50,6 +51,9 @@ VALIDATION_BATCH = 16
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors, by PyTorch's names."""
 
+ENDLESS = 1 << 62
+"""Inner steps: as many as there is time for."""
+
 SMALL_MODEL = 2_000_000
 """Parameters. Up to here a step is short: more threads mostly wait for each other, above all on a busy machine."""
 
@@ -59,7 +63,8 @@ class StepInfo:
     """One inner step."""
 
     step: int
-    """How many inner steps of the run are done, this one included; a joiner counts the rounds before it as well."""
+    """How many inner steps of the run are done, this one included; a joiner counts the rounds before it as well, and
+    where peers or rounds differ in number, they count as the run's schedule has it."""
 
     loss: float
     """Mean loss of the batch, in nats per byte."""
@@ -91,7 +96,7 @@ class Contribution:
     """Names the part of the model that it is about; "" for all of it."""
 
     meanwhile: int
-    """Inner steps that may be taken before the result is here."""
+    """Inner steps that may be taken before the result is here, since the exchange began."""
 
 
 class Trainer:
@@ -123,7 +128,8 @@ class Trainer:
         self._outer_flat = FlatParameters(self._outer_model)
         tokens = settings.inner.batch * settings.model.context
         self._replica = Replica(self.recipe, self.flat, tokens_per_step=tokens)
-        self.buffers = tuple(sorted(self._replica.outer.buffers))
+        self._halves = Halves.of(self.recipe.mixer, self.flat.slices)
+        self.buffers = tuple(sorted(self.initial_state().buffers))
         """The names of the outer state's buffers."""
         self._batches: Iterator[torch.Tensor] | None = None
         self._state: OuterState | None = None  # what the replica goes on from, by way of `commit`
@@ -132,11 +138,34 @@ class Trainer:
         self._waits = True  # whether the exchange that is under way does not go on beside inner steps
         self._finite = True
         self._carries = False
+        self._second = self._heard = False  # in a round of two: it is the second operation; ours was in the first one
+        self._steps, self._stretch = 1, 1.0  # inner steps of this round, and what each counts for in the schedule
 
     def initial_state(self) -> OuterState:
         """The outer state before the first round, from the run's seed. Only the founder uses its own."""
         fresh = Transformer(self._settings.model, seed=self._settings.run.seed)
-        return self.recipe.outer.init(FlatParameters(fresh).read())
+        state = self.recipe.outer.init(FlatParameters(fresh).read())
+        return state if self._halves is None else self._halves.founded(state)
+
+    def is_halfway(self, revision: int) -> bool:
+        """Whether a revision is in the midst of a round: its parameters are those of the one before."""
+        return revision % self.schedule.operations > 0
+
+    def steps(self, revision: int, pace: float) -> int:
+        """Inner steps of the round that makes `revision`, once it was started, from the beginning of the exchange
+        before. `pace`: our speed as a share of the fastest peer's."""
+        exchange, second = self._position(revision)
+        if second:
+            return 0
+        load = 1.0 if self._halves is None or self._state is None else self._halves.load(self._state)
+        self._steps = self.schedule.steps(exchange, pace=pace, load=load)
+        self._stretch = self.schedule.steps(exchange) / max(1, self._steps)
+        return self._steps
+
+    def _position(self, revision: int) -> tuple[int, bool]:
+        """Which exchange a revision comes of, counted from 1, and whether of its second operation."""
+        exchange, second = divmod(revision - 1, self.schedule.operations)
+        return exchange + 1, second > 0
 
     def is_own(self, revision: int) -> bool:
         """Whether each peer has an outer state of its own at this revision."""
@@ -149,14 +178,15 @@ class Trainer:
         remembered of earlier exchanges is forgotten. `members` are the peers among whom the data is shared out; this
         one is added if missing.
         """
-        replica = self._replica
-        if replica.flying and not replica.has_arrived:
+        replica, (exchange, self._second) = self._replica, self._position(revision)
+        goes_on = self._second and state is self._state and self._finite  # what the first operation was about
+        if replica.flying and not replica.has_arrived and not goes_on:
             replica.recall()
-        if state is not self._state or replica.begun != revision - 1:
-            replica.restart(state, revision - 1, replica.drift if self._carries else None)
+        if state is not self._state or replica.begun != exchange - (not goes_on):
+            replica.restart(state, exchange - 1, replica.drift if self._carries else None)
             replica.sender.forget()
         elif not self._finite:
-            replica.start_over(self._moment(revision))
+            replica.start_over(self._moment(exchange))
         self._state, self._carries, self._finite = state, False, True
         self._batches = self._data.training_batches(self._peer_id, members, revision, self._settings.inner.batch)
 
@@ -190,6 +220,8 @@ class Trainer:
         """What the round's inner steps so far amount to. May be called again, after some more of them."""
         replica = self._replica
         if replica.flying and not replica.has_arrived:
+            if self._second and self._message is not None:
+                return self._asks(self._message, replica.local_steps, finite=True)
             replica.recall()
         steps, moment = replica.local_steps, self._moment(replica.begun + 1)
         if self.schedule.is_last_exchange(replica.begun + 1):
@@ -207,15 +239,37 @@ class Trainer:
         self._message = attrs.evolve(message, weight=weight)
         if not self._waits:
             replica.send(self._message)
-        self._asking = replica.sender.mix(self._message)
+        self._heard = False
+        return self._asks(self._message, steps, finite=finite)
+
+    def _asks(self, message: Message, steps: int, *, finite: bool) -> Contribution:
+        operation: Operation
+        if self._halves is not None:
+            assert self._state is not None
+            operation = self._halves.ask(self._state, message, second=self._second)
+        else:
+            self._asking = self._replica.sender.mix(message)
+            operation = next(self._asking)
         return Contribution(
-            operation=next(self._asking),
-            weight=weight,
+            operation=operation,
+            weight=message.weight,
             steps=steps,
             finite=finite,
-            part=tag_of(message.layout, self.flat.slices),
-            meanwhile=0 if self._waits else self.recipe.policy.delay,
+            part="second" if self._second else tag_of(message.layout, self.flat.slices),
+            meanwhile=self._meanwhile(),
         )
+
+    def _meanwhile(self) -> int:
+        if self._waits:
+            return 0
+        return min(self.recipe.policy.delay, self._steps) if self.recipe.waits else ENDLESS
+
+    def length(self, revision: int) -> int:
+        """Values that the one all-reduce of the round is about that makes `revision`."""
+        asking = self._replica.sender.mix(self._replica.nothing(revision, self._moment(revision).lr))
+        operation = next(asking)
+        assert isinstance(operation, AllReduce)
+        return len(operation.values)
 
     def _last_contribution(self, moment: Moment) -> Contribution:
         if self._replica.has_arrived:
@@ -230,6 +284,9 @@ class Trainer:
         Where all peers share one state, it depends on nothing else than `state` and what is the same for all: it has
         the same bits everywhere.
         """
+        if self._halves is not None:
+            assert isinstance(outcome, Reduced)
+            return self._commit_half(self._halves, state, outcome, revision, heard=outcome.counted)
         assert self._asking is not None
         return self._committed(state, _answered(self._asking, outcome), revision)
 
@@ -242,17 +299,43 @@ class Trainer:
         replica, message = self._replica, self._message
         if self.schedule.is_last_exchange(revision):
             return self.commit(state, reduced, revision)
+        heard = self._asking is not None and reduced.plan.includes(self._peer_id)
+        if self.recipe.late and not heard:
+            replica.overheard(lambda nothing: self._mixed(nothing, reduced), self._moment(revision))
+            self._message, self._asking, self._state = None, None, replica.outer
+            return self._state
+        if self._halves is not None:
+            return self._commit_half(self._halves, state, reduced, revision, heard=reduced.plan.includes(self._peer_id))
         assert message is not None
         if reduced.plan.operation == "exchange":
             replica.skip()
             self._state = replica.outer
             return self._state
-        outcome: Outcome = gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
         if reduced.plan.includes(self._peer_id):
-            return self.commit(state, attrs.evolve(outcome, counted=True), revision)
-        mixing = replica.sender.mix(attrs.evolve(message, weight=0.0))
+            return self.commit(state, attrs.evolve(_outcome_of(reduced), counted=True), revision)
+        return self._committed(state, self._mixed(message, reduced), revision)
+
+    def _mixed(self, message: Message, reduced: Reduced) -> Mixed:
+        """What a result amounts to that was made without us."""
+        mixing = self._replica.sender.mix(attrs.evolve(message, weight=0.0))
         next(mixing)
-        return self._committed(state, _answered(mixing, outcome), revision)
+        return _answered(mixing, _outcome_of(reduced))
+
+    def _commit_half(
+        self, halves: Halves, state: OuterState, reduced: Reduced, revision: int, *, heard: bool
+    ) -> OuterState:
+        exchange, second = self._position(revision)
+        if not second:
+            self._heard = heard
+            self._state = halves.between(state, reduced)
+            return self._state
+        replica, message = self._replica, self._message
+        assert message is not None
+        mixed = halves.mixed(state, message, reduced, heard=(self._heard, heard))
+        stepped = replica.step_of(halves.plain(state), mixed, self._moment(exchange), mixed.mean)
+        replica.arrived(mixed, halves.after(state, stepped, reduced))
+        self._message, self._state = None, replica.latest
+        return self._state
 
     def _committed(self, state: OuterState, result: Mixed | torch.Tensor, revision: int) -> OuterState:
         replica, moment = self._replica, self._moment(revision)
@@ -332,12 +415,13 @@ class Trainer:
         Raises:
             SettingsError: It belongs to another model or method, or is damaged.
         """
-        self._replica.restart(state, revision)
+        self._replica.restart(state, self._position(revision + 1)[0] - 1)
         self._replica.load_own_state(own)
         self._state = state
 
     def _step(self, windows: torch.Tensor, on_step: Callable[[StepInfo], None]) -> None:
-        done = self.schedule.before(self._replica.begun + 1) + self._replica.local_steps
+        nominal = math.floor(self._replica.local_steps * self._stretch)
+        done = self.schedule.before(self._replica.begun + 1) + nominal
         lr = self.schedule.rate(done)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -373,6 +457,11 @@ def _bounded(recipe: Recipe, max_weight: float) -> Recipe:
     if not isinstance(recipe.mixer, GatheredMean):
         return recipe
     return attrs.evolve(recipe, mixer=attrs.evolve(recipe.mixer, max_weight=max_weight))
+
+
+def _outcome_of(reduced: Reduced) -> Outcome:
+    """What a result is that was fetched, by its operation."""
+    return gathered_of(reduced) if reduced.plan.operation == "gather" else reduced
 
 
 def _answered(asking: Generator[Operation, Outcome, _T], outcome: Outcome) -> _T:

@@ -139,15 +139,10 @@ class Channels:
 
     async def _open(self, name: str, roster: Roster, window: Window | None, nursery: trio.Nursery) -> Rounds:
         settings = self._settings
-        times = settings.times
-        if window is not None:  # nobody hurries to be in time, so nothing is to be waited for after the grace time
-            times = attrs.evolve(
-                times, quorum=window.quorum, grace=window.grace, slack=0.0, keep=window.keep, patient=False
-            )
         rounds = Rounds(
             self._endpoint,
             self._run,
-            settings=times,
+            settings=settings.times if window is None else settings.times.within(window),
             roster=roster,
             report=settings.report,
             tag=name,

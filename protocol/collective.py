@@ -32,7 +32,8 @@ class Window:
     """
 
     quorum: int = attrs.field(default=1, validator=ge(1))
-    """How many have to be ready; all who are there if they are fewer."""
+    """How many have to be ready; all who are there if they are fewer. Who is ready waits for them no longer than for
+    anybody in an operation without a window: real peers may die, or wait for each other at two different tags."""
     grace: float = attrs.field(default=1.0, validator=gt(0))
     """How many seconds these then wait for the others."""
     keep: int = attrs.field(default=8, validator=ge(1))

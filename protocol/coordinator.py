@@ -16,6 +16,7 @@ Phases:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Literal, TypeAlias, TypeVar
@@ -24,6 +25,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from protocol.codecs import CodecName, block_of, make_codec
+from protocol.collective import Window
 from protocol.identity import PeerId
 from protocol.plan import (
     MAX_ATTEMPT,
@@ -52,7 +54,9 @@ class RoundTimes:
     grace: float = attrs.field(default=10.0, validator=gt(0))
     """How long the first ready peer waits for the others."""
     quorum: int = attrs.field(default=1, validator=ge(1))
-    """So many have to be ready before the grace time begins; all who are there if they are fewer."""
+    """As soon as so many are ready, they wait for `late` at most; all who are there if they are fewer."""
+    late: float = attrs.field(default=math.inf, validator=gt(0))
+    """How long a quorum waits for the others; together with the time before, no longer than the grace time."""
     slack: float = attrs.field(default=2.0, validator=ge(0))
     """What the coordinator waits beyond the grace that it announces: time to compute and to deliver a contribution."""
     stall: float = attrs.field(default=10.0, validator=gt(0))
@@ -72,6 +76,18 @@ class RoundTimes:
     """Results that are kept for peers that missed them."""
     patient: bool = True
     """Whether members that are behind are waited for beyond the grace time."""
+
+    def within(self, window: Window) -> RoundTimes:
+        """The same for operations with a window: nobody hurries to be in time, so nothing comes after it closes."""
+        return attrs.evolve(
+            self,
+            grace=max(self.grace, window.grace),
+            quorum=window.quorum,
+            late=window.grace,
+            slack=0.0,
+            keep=window.keep,
+            patient=False,
+        )
 
     @property
     def window(self) -> float:
@@ -193,7 +209,7 @@ class Coordinator:
 
     def _reset(self) -> None:
         self.plan = self.closes = self.holder = None
-        self._enough = True  # are ready, as far as we knew when we last looked
+        self._enough = False  # are ready, as far as we knew when we last looked
         self._blamed: set[PeerId] = set()
         self._alone = False  # we have lost all others once, or were away
         self._accusers: set[PeerId] = set()  # those who were blamed only because they accused us
@@ -349,16 +365,16 @@ class Coordinator:
         if not fit:
             self.closes = None
             return
-        enough = len(fit) >= self._times.quorum
-        if self.closes is None or not self._enough:
-            self.closes = now + self._times.grace + self._times.slack
-        self._enough = enough
+        if self.closes is None:
+            self.closes, self._enough = now + self._times.grace + self._times.slack, False
+        if len(fit) >= self._times.quorum and not self._enough:
+            self.closes, self._enough = min(self.closes, now + self._times.late + self._times.slack), True
         awaited = {peer for peer in view.expected - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
         awaited |= view.arriving - fit.keys() - self._blamed
-        if not awaited or (enough and now >= self.closes + self._extension(awaited, fit, view)):
+        if not awaited or now >= self.closes + self._extension(awaited, fit, view):
             self._propose(now, view)
 
     def _extension(self, awaited: set[PeerId], fit: dict[PeerId, Candidate], view: View) -> float:

@@ -47,10 +47,6 @@ _Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked
 _SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked)
 
 
-LONGEST_GATHERING = 3600.0
-"""Seconds that we wait with one coordinator for a quorum. Nobody knows when so many are ready, but it may lie."""
-
-
 class Redirected(ShoalError):
     """Another peer coordinates the round."""
 
@@ -200,12 +196,10 @@ class Member:
     def _deadline(self, begun: float, news: float) -> float:
         """Until when we wait for something new, having begun then and heard something new then."""
         times = self._times
-        gathering = LONGEST_GATHERING if times.quorum > 1 else 0.0
         # For news of a plan that is being carried out we wait as that one takes.
-        patience = self._patience or gathering + times.window + times.attempt(self._load, self._size)
+        patience = self._patience or times.window + times.attempt(self._load, self._size)
         # One plan after the other, in vain, is no better than none. A plan's load is twice the usual at most.
-        most = gathering + 2 * (times.window + 2 * times.attempt(2 * self._load, self._size))
-        return min(news + patience, begun + most)
+        return min(news + patience, begun + 2 * (times.window + 2 * times.attempt(2 * self._load, self._size)))
 
     async def _hear(self, deadline: float) -> _Said:
         """The next message. A coordinator that is stuck says nothing; one that goes on without news is no better."""

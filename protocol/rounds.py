@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import attrs
 import torch
@@ -333,12 +334,15 @@ class Rounds:
         )
         return self._offered
 
-    async def _misfit(self, plan: Plan) -> str | None:
+    async def _misfit(self, length: int | None, plan: Plan) -> str | None:
         """Why a result is none that we can use: it is not of the kind of what we bring to rounds, or not signed."""
-        if self._offered is not None and (misfit := self._offered.misfit(plan)) is not None:
+        offered = self._offered if length is None else None
+        if offered is not None and (misfit := offered.misfit(plan)) is not None:
             return misfit
-        if self._offered is None and (plan.operation != "reduce" or plan.heaviest > self._max_weight):
+        if offered is None and (plan.operation != "reduce" or plan.heaviest > self._max_weight):
             return "it is of another kind, or somebody has a weight beyond the limit"
+        if length not in (None, plan.length):
+            return "it is of another length"
         return await self._signatures.problem_of(plan)
 
     async def _take_part(self, work: Work) -> Reduced:
@@ -581,16 +585,16 @@ class Rounds:
         self._check_request(stream.peer)
         await self._results.give(request, stream)
 
-    async def fetch_result(self, peer: PeerId, revision: int) -> Reduced:
+    async def fetch_result(self, peer: PeerId, revision: int, *, length: int | None = None) -> Reduced:
         """The result of a round that this peer missed. It is kept, and given to others, as if it were our own.
 
-        Raises: See `Results.fetch`.
+        `length` is that of a mean; None: of what we have brought last. Raises: See `Results.fetch`.
         """
         base = self._digests.get(revision - 1)
         kept = self._results.get(revision)
         if kept is not None and base in (None, kept.plan.base):  # fetched before we knew that the round is over for us
             await trio.lowlevel.checkpoint()
             return kept
-        reduced = await self._results.fetch(peer, revision, base=base, misfit=self._misfit)
+        reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, length))
         self._keep(reduced)
         return reduced

@@ -13,11 +13,21 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = 5
 
 
-@pytest.mark.parametrize(("algorithm", "last"), [("streaming", ROUNDS), ("noloco", ROUNDS + 1)])
-def test_real_daemons_carry_out_other_methods(capsys, tmp_path, monkeypatch, algorithm, last):
+@pytest.mark.parametrize(
+    ("algorithm", "rounds", "last"),
+    [
+        ("streaming", ROUNDS, ROUNDS),
+        ("noloco", ROUNDS, ROUNDS + 1),
+        ("dilocox", ROUNDS, 2 * ROUNDS),
+        ("paced", ROUNDS, ROUNDS),
+        ("asynchronous", ROUNDS, ROUNDS),
+        ("decoupled", 4 * ROUNDS, 4 * ROUNDS),  # each is about a fragment, after a quarter of the steps
+    ],
+)
+def test_real_daemons_carry_out_other_methods(capsys, tmp_path, monkeypatch, algorithm, rounds, last):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)  # where the report goes
-    code = run_demo(DemoOptions(peers=3, rounds=ROUNDS, inner_steps=20, algorithm=algorithm, json=True))
+    code = run_demo(DemoOptions(peers=3, rounds=rounds, inner_steps=20, algorithm=algorithm, json=True))
     out, err = capsys.readouterr()
     assert code == 0, err
     verdict = json.loads(out.splitlines()[-1])

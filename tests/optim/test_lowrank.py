@@ -6,7 +6,7 @@ import torch
 from optim import LocalSwarm, LowCommunicationOptimizer, recipe
 from optim.exact import orthonormal, outer_product
 from optim.flat import Slice
-from optim.lowrank import AdaptiveLowRankMean, LowRankMean, effective_rank
+from optim.lowrank import AdaptiveLowRankMean, LowRankMean, effective_rank, packed, unpacked
 from optim.policies import HiddenSteps
 from optim.sender import carry_out
 from optim.slots import Moment
@@ -133,3 +133,45 @@ def test_adaptive_low_rank_a_round_late_is_what_the_paper_says():
     results = swarm.run(replica)
     torch.testing.assert_close(results[0], outer, rtol=1e-4, atol=1e-5)
     assert torch.equal(results[0], results[1])
+
+
+def test_where_somebody_comes_all_begin_with_fresh_factors_and_have_the_same():
+    """A newcomer gets the outer state, but not the factors from which the others would go on."""
+    method = recipe("dilocox", inner_steps=4, rank=1)
+
+    def begin(peer):
+        model = make_model()
+        optimizer = LowCommunicationOptimizer(model, adamw(model), peer, method)
+        train(model, optimizer, batches(peer.members.index(peer.peer_id), 14))
+        return model.state_dict(), optimizer.state_dict()
+
+    def go_on(peer):
+        model, index = make_model(), peer.members.index(peer.peer_id)
+        optimizer = LowCommunicationOptimizer(model, adamw(model), peer, method)
+        if index < 2:
+            model.load_state_dict(saved[index][0])
+            optimizer.load_state_dict(saved[index][1])
+        assert optimizer.welcome() == 3
+        train(model, optimizer, batches(10 + index, 12))
+        optimizer.finish()
+        return values_of(model), optimizer.state_dict()["outer"]["memory"].popitem()[1]
+
+    saved = LocalSwarm(2).run(begin)
+    (one, first), *others = LocalSwarm(3).run(go_on)
+    shared = [name for name in first if name != "error"]
+    assert "ranks" in shared and any(name.startswith("factor") for name in shared)
+    for values, memory in others:
+        assert torch.equal(values, one)
+        assert all(torch.equal(memory[name], first[name]) for name in shared)
+
+
+def test_what_all_have_in_common_fits_into_a_vector_like_the_model():
+    """In the state of a run: whoever takes it from there goes on with the same bits."""
+    layout = (Slice("a", torch.Size([3, 7]), 0, 21), Slice("b", torch.Size([5]), 21, 26))
+    mixer = AdaptiveLowRankMean(1, window=10)
+    memory = {"ranks": torch.arange(1.0, 11.0), "factor 0": random(7, 1), "side 0": random(3, 1), "plain 21": random(5)}
+    unpacked_ = unpacked(mixer, layout, packed(mixer, layout, memory))
+    assert unpacked_.keys() == memory.keys()
+    assert all(torch.equal(unpacked_[name], kept) for name, kept in memory.items())
+    with pytest.raises(ValueError):
+        AdaptiveLowRankMean(1, window=11)  # for which the smallest matrix has no room

@@ -120,7 +120,7 @@ def test_python_m_peer():
         ["start", "--rounds", "-1"],
         ["start", "--width", "7"],
         ["start", "--algorithm", "magic"],
-        ["start", "--algorithm", "paced"],
+        ["start", "--algorithm", "powersgd"],
         ["start", "--constant", "fragments"],
         ["start", "--constant", "fragments=2"],
         ["init", "--algorithm", "eager", "--outer-lr", "0.9"],

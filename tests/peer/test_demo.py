@@ -105,7 +105,7 @@ def test_a_missing_sample_is_told_and_forgiven(capsys):
         ({"peers": 1}, "--peers 2"),
         ({"rounds": 4}, "--rounds 5"),
         ({"inner_steps": 0}, "--inner-steps"),
-        ({"algorithm": "paced"}, "cannot be used in a run"),
+        ({"algorithm": "powersgd"}, "cannot be used in a run"),
         ({"algorithm": "streeming"}, 'did you mean "streaming"?'),
         ({"data": "nowhere"}, "nowhere"),
         ({"keep": Path("full")}, "--keep"),

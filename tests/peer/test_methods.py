@@ -14,10 +14,13 @@ from peer.model import Transformer
 from peer.settings import DataSettings, InnerSettings, ModelSettings, Settings
 from peer.trainer import Trainer, _adamw, _loss
 from protocol.collective import Reduced
+from protocol.identity import PeerId
 from protocol.plan import Salvaged, Source
 
 ROUNDS = 6
-SMALL = {"inner_steps": 4, "base_steps": 3}
+EXACT = {"decoupled": {"delay": 0}}
+"""With a delay, how much is done before a result comes depends on the machine."""
+SMALL = {"inner_steps": 4, "base_steps": 3, "rank": 2, "fragments": 2, "delay": 1, "quorum": 3}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def settings_of(name):
         model=ModelSettings(layers=2, width=16, heads=2, context=16),
         data=DataSettings(shards=8, validation=0.1),
         inner=InnerSettings(lr=1e-2, warmup=0, batch=2, clip=1e9),
-        algorithm=AlgorithmSettings(name, **small),
+        algorithm=AlgorithmSettings(name, **small | EXACT.get(name, {})),
     )
 
 
@@ -54,11 +57,13 @@ def test_the_daemon_does_what_the_optimizer_does(name, corpus):
 
         trainer._step = step
         state = trainer.initial_state()
-        for revision in range(1, ROUNDS + 1):
+        revisions = ROUNDS * trainer.schedule.operations
+        for revision in range(1, revisions + 1):
             trainer.start_round(state, revision, peer.members)
-            run(trainer, trainer.schedule.steps(revision))
+            run(trainer, trainer.steps(revision, 1.0))
             contribution = trainer.contribution()
-            run(trainer, contribution.meanwhile if revision < ROUNDS else 0)
+            is_last = revision > revisions - trainer.schedule.operations
+            run(trainer, 0 if is_last else min(contribution.meanwhile, trainer.recipe.policy.delay))
             outcome = perform(peer, contribution.operation, contribution.part)
             state = trainer.commit(state, outcome, revision)
         return trainer.flat.read(), state
@@ -203,3 +208,70 @@ def test_what_is_in_a_result_that_was_only_heard_of_does_not_count_again(name, s
         assert heard == weights
         if not salvaged or name != "eager":  # which goes by its share of the mean, and takes that of the last plan
             assert torch.equal(plain, broken)
+
+
+@pytest.mark.parametrize("begins", [5, 6])
+def test_a_newcomer_to_rounds_of_two_operations_has_the_same_bits(corpus, begins):
+    """Also between the two: the state has the factors of the first one. Then it brings nothing to the second."""
+    settings, states, results = settings_of("dilocox"), {}, {}
+
+    def replica(peer):
+        trainer = Trainer(settings, corpus, peer.peer_id)
+        state = trainer.initial_state()
+        for revision in range(1, 11):
+            states[revision - 1] = state
+            trainer.start_round(state, revision, peer.members)
+            run(trainer, trainer.steps(revision, 1.0))
+            asked = trainer.contribution()
+            results[revision] = perform(peer, asked.operation, asked.part)
+            state = trainer.commit(state, results[revision], revision)
+        states[10] = state
+
+    swarm = LocalSwarm(2)
+    swarm.run(replica)
+    late = Trainer(settings, corpus, PeerId(bytes(32)))
+    state = states[begins - 1]
+    for revision in range(begins, 11):
+        late.start_round(state, revision, swarm.peers[0].members)
+        run(late, late.steps(revision, 1.0))
+        asked = late.contribution()
+        assert len(asked.operation.values) == results[revision].plan.length
+        assert (asked.weight > 0) == (revision > 6 or begins == 5)
+        state = late.commit_missed(state, results[revision], revision)
+        assert torch.equal(state.parameters, states[revision].parameters)
+        assert state.buffers.keys() == states[revision].buffers.keys()
+        assert all(torch.equal(kept, states[revision].buffers[name]) for name, kept in state.buffers.items())
+
+
+def test_what_others_have_made_meanwhile_moves_the_parameters_and_nothing_that_was_done_is_lost(corpus):
+    """Rounds that go on without those who are late: they apply the results, and bring the same as before."""
+    settings, results = settings_of("asynchronous"), {}
+
+    def replica(peer):
+        trainer = Trainer(settings, corpus, peer.peer_id)
+        state = trainer.initial_state()
+        for revision in range(1, 4):
+            trainer.start_round(state, revision, peer.members)
+            run(trainer, trainer.steps(revision, 1.0))
+            asked = trainer.contribution()
+            results[revision] = perform(peer, asked.operation, asked.part)
+            state = trainer.commit(state, results[revision], revision)
+        return state
+
+    swarm = LocalSwarm(2)
+    expected, _ = swarm.run(replica)
+    late = Trainer(settings, corpus, PeerId(bytes(32)))
+    state = late.initial_state()
+    late.start_round(state, 1, swarm.peers[0].members)
+    run(late, late.steps(1, 1.0))
+    brought = late.contribution().operation.values
+    for revision in (1, 2, 3):
+        state = late.commit_missed(state, results[revision], revision)
+        late.start_round(state, revision + 1, swarm.peers[0].members)
+        run(late, late.steps(revision + 1, 1.0))  # none: they are done
+        asked = late.contribution()
+        assert asked.weight == 1.0 and asked.steps == 4
+        assert len(asked.operation.values) == late.length(revision + 1)
+        torch.testing.assert_close(asked.operation.values, brought, rtol=1e-4, atol=1e-6)
+    assert torch.equal(state.parameters, expected.parameters)
+    assert all(torch.equal(kept, expected.buffers[name]) for name, kept in state.buffers.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from protocol.collective import Window
 from protocol.coordinator import Aborted, Announce, Candidate, Coordinator
 from protocol.identity import PeerId
 from protocol.plan import MAX_ATTEMPT, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
@@ -140,20 +141,41 @@ def test_window_closes_when_the_grace_is_over():
     assert set(sent(table.wait(0.1), Propose)) == {A}
 
 
-def test_the_grace_time_begins_when_enough_are_ready():
+def with_a_quorum(of):
     table = Table()
-    table.core = Coordinator(
-        run=RUN, tag="", revision=1, peer=US, times=attrs.evolve(TIMES, quorum=2, slack=0, patient=False)
-    )
+    times = TIMES.within(Window(quorum=of, grace=2.0))
+    table.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=times)
     table.patience = 30.0
+    return table
+
+
+def test_a_quorum_waits_for_its_own_grace_time_only():
+    table = with_a_quorum(2)
     table.ready(US)
     table.poll()
-    assert sent(table.wait(100 * TIMES.grace), Propose) == {}
+    assert sent(table.wait(TIMES.grace - 5), Propose) == {}
     table.ready(A)
     table.poll()
     table.core.answered(B, "late")
+    assert sent(table.wait(1.9), Propose) == {}
+    assert set(sent(table.wait(0.1), Propose)) == {US, A}
+
+
+def test_nobody_waits_for_a_quorum_beyond_the_grace_time():
+    table = with_a_quorum(3)
+    table.ready(US)
+    table.poll()
     assert sent(table.wait(TIMES.grace - 1), Propose) == {}
-    assert set(sent(table.wait(1), Propose)) == {US, A}
+    table.ready(A)
+    assert sent(table.wait(0.9), Propose) == {}
+    assert set(sent(table.wait(0.1), Propose)) == {US, A}
+    late = with_a_quorum(2)
+    late.ready(US)
+    late.poll()
+    late.wait(TIMES.grace - 1)
+    late.ready(A)  # with whom the quorum's own grace time would begin
+    late.poll()
+    assert set(sent(late.wait(1), Propose)) == {US, A}
 
 
 def test_if_fewer_than_a_quorum_are_there_all_of_them_are_enough():

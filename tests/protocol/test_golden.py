@@ -162,10 +162,10 @@ MESSAGES = {
     ),
     membership.Hello(
         ONES, membership.StatusClaim(1, None, False)
-    ): "93 ac6d656d6265722e68656c6c6f c420 11*32 93 01 c0 c2",
-    membership.Welcome(membership.StatusClaim(300, TIP, True), (membership.KnownMember(BOB, (HOME,)),)): (
-        "93 ae6d656d6265722e77656c636f6d65 93 cd012c 93 03 cb412e848000000000 c420 22*32 c3 91 92 c420 bb*32 91 "
-        "ae3139322e302e322e373a37303730"
+    ): "93 ac6d656d6265722e68656c6c6f c420 11*32 94 01 c0 c2 cb0000000000000000",
+    membership.Welcome(membership.StatusClaim(300, TIP, True, 2.5), (membership.KnownMember(BOB, (HOME,)),)): (
+        "93 ae6d656d6265722e77656c636f6d65 94 cd012c 93 03 cb412e848000000000 c420 22*32 c3 cb4004000000000000 91 92 "
+        "c420 bb*32 91 ae3139322e302e322e373a37303730"
     ),
     rotation.KeyRotation(ONES, 300, TWOS, (BOB,), b"s" * 64): (
         "96 a772756e2e6b6579 c420 11*32 cd012c c420 22*32 91 c420 bb*32 c440 73*64"

@@ -39,7 +39,8 @@ async def test_who_is_late_gets_what_it_has_missed_and_takes_part_in_the_next_on
         await swarm.rest()
 
 
-async def test_too_few_wait_for_more(autojump_clock, swarm_of):
+async def test_too_few_wait_for_more_until_the_grace_time_is_over(autojump_clock, swarm_of):
+    """The second peer comes within it, and then the window's own is enough; the third one, much later, is alone."""
     async with swarm_of(3) as swarm:
         begun = trio.current_time()
         times, found = {}, {}
@@ -49,13 +50,16 @@ async def test_too_few_wait_for_more(autojump_clock, swarm_of):
             found[peer] = await reduce(peer, delay)
             times[peer] = trio.current_time() - begun
 
+        grace = swarm.times.grace
+        delays = (0.0, grace / 2, 10 * grace)
         async with trio.open_nursery() as nursery:
-            for peer, delay in zip(swarm.peers, (0.0, 400.0, 600.0), strict=True):
+            for peer, delay in zip(swarm.peers, delays, strict=True):
                 nursery.start_soon(come, peer, delay)
-            await trio.sleep(590)
-            assert set(times) == set(swarm.peers[:2])
-            nursery.start_soon(reduce, swarm.peers[0], 0.0)
-        assert [told(found[peer]) for peer in swarm.peers] == [[(1, 200.0, 2)]] * 2 + [[(1, 200.0, 2), (2, 300.0, 2)]]
+        quorum = (1, grace / 4, 2)
+        alone = (2, 10 * grace, 1)
+        assert [told(found[peer]) for peer in swarm.peers] == [[quorum], [quorum], [quorum, alone]]
+        assert times[swarm.peers[0]] < grace / 2 + WINDOW.grace + 1
+        assert grace * 11 <= times[swarm.peers[2]] < grace * 11 + 1  # neither longer, nor for ever
         await swarm.rest()
 
 

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import random
+from collections import Counter
 from functools import partial
 
 import attrs
@@ -91,6 +92,8 @@ class SimulatedSwarm:
         self.founder = None
         self.clock = trio.current_time  # for events
         self.step = {}  # seconds that a computation takes at a peer, if not STEP, by name
+        self.per_step = {}  # seconds that each inner step takes at a peer, by name; those of others take STEP together
+        self.taken = Counter()  # inner steps of these, by name
         self.trainers = {}  # the last one of each peer, by name
         self._directory = directory
         self._nursery = nursery
@@ -170,7 +173,46 @@ class SimulatedSwarm:
         finally:
             peer.ended.set()
 
+    async def split_and_heal(self):
+        """Five peers make rounds, then each side of a partition for itself, then all of them together again.
+
+        Returns:
+            The peers, and the revision at which they parted.
+        """
+        peers = a, _, _, _, e = [await self.start(name) for name in "abcde"]
+        await e.until_round(2)
+        self.network.partition("abc", "de")
+        cut = max(a.digests())
+        await a.until_round(cut + 3)
+        await e.until_round(cut + 3)
+        self.network.heal()
+        await e.until(lambda: len(e.events("round_committed")[-1]["members"]) == 5)
+        last = max(e.digests())
+        for peer in peers:
+            await peer.until_round(last)
+        assert len({peer.digests()[last] for peer in peers}) == 1
+        for name in "abcde":
+            self.leave(name)
+        return peers, cut
+
+    async def _train(self, name, run):
+        """Calls `Trainer.run` step by step, each of which takes its time."""
+        (steps,), stop, told = run.args, run.keywords["should_stop"], run.keywords["on_step"]
+        before = None
+        while before != self.taken[name]:
+            before = self.taken[name]
+
+            def on_step(info):
+                self.taken[name] += 1
+                told(info)
+
+            run.func(steps, should_stop=lambda: self.taken[name] > before or stop(), on_step=on_step)  # noqa: B023
+            if before != self.taken[name]:
+                await trio.sleep(self.per_step[name])
+
     async def _compute(self, name, function, *arguments):
+        if name in self.per_step and isinstance(function, partial) and function.func.__name__ == "run":
+            return await self._train(name, function)
         result = function(*arguments)
         if isinstance(result, Trainer):
             self.trainers[name] = result

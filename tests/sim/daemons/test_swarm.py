@@ -140,21 +140,8 @@ async def test_a_stalled_peer_is_left_behind_and_catches_up(autojump_clock, simu
 async def test_both_sides_of_a_partition_go_on_and_one_branch_survives(autojump_clock, simulated_swarm):
     simulated_swarm.settings = endless(simulated_swarm.settings)
     with trio.fail_after(LIMIT):
-        peers = a, _, _, _, e = [await simulated_swarm.start(name) for name in "abcde"]
-        await e.until_round(2)
-        simulated_swarm.network.partition("abc", "de")
-        cut = max(a.digests())
-        await a.until_round(cut + 3)
-        await e.until_round(cut + 3)
-        simulated_swarm.network.heal()
-        await e.until(lambda: len(e.events("round_committed")[-1]["members"]) == 5)
-        last = max(e.digests())
-        for peer in peers:
-            await peer.until_round(last)
-    assert len({peer.digests()[last] for peer in peers}) == 1
+        peers, cut = await simulated_swarm.split_and_heal()
     assert any(event["round"] > cut for peer in peers for event in peer.events("synced"))  # one side took the other's
-    for name in "abcde":
-        simulated_swarm.leave(name)
 
 
 async def test_peers_that_cannot_reach_each_other_train_together_through_a_third(autojump_clock, simulated_swarm):
