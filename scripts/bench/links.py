@@ -116,12 +116,13 @@ class Star:
 
     @contextlib.contextmanager
     def _losing(self, loss: float) -> Iterator[None]:
+        if not loss:
+            yield
+            return
         rule = f"FORWARD -m statistic --mode random --probability {loss / 100} -j DROP"
-        if loss:
-            self.router.shell(f"iptables -w -A {rule}")
+        self.router.shell(f"iptables -w -A {rule}")
         yield
-        if loss:
-            self.router.shell(f"iptables -w -D {rule}")
+        self.router.shell(f"iptables -w -D {rule}")
 
     def carried(self, seconds: float) -> float:
         """Mbit/s of the slowest of bare connections, from each peer to the next."""
