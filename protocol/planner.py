@@ -158,8 +158,8 @@ class Lines:
         for _ in range(_HALVINGS):
             middle = (low + level) / 2
             low, level = (low, middle) if np.minimum(room, middle).sum() >= 1 else (middle, level)
-        parts: _Floats = np.minimum(room, level)
-        return parts / parts.sum()
+        parts: _Floats = np.minimum(room, level) / np.minimum(room, level).sum()
+        return parts
 
 
 def _pieces(nbytes: float) -> float:
