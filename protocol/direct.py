@@ -38,7 +38,7 @@ SMALLEST_PIECE = 1 << 14
 
 _PIECES = 8  # of a block, if they are not too small: sums are under way while other contributions still come in
 
-_MORE = 4  # times as many, of blocks that are unequal
+_MORE = 8  # times as many, of blocks that are unequal
 
 _AT_ONCE = 1 << 18
 """Elements that are summed and encoded together: they stay in the cache meanwhile. Seeds depend on it."""
@@ -151,6 +151,11 @@ class Direct(Reduction):
             self._spare.append(memoryview(bytearray(self._codec.encoded_size(self._piece))))
         arriving = self._arriving[source] = self._spare.pop()
         return arriving[: self._codec.encoded_size(segment.stop - segment.start)]
+
+    def slowest(self, source: int) -> int:
+        if self._next[source] >= self._brought[source]:
+            return self.incoming(source)
+        return min(self._next[other] for other in self._contributors)
 
     @property
     def standing(self) -> int:

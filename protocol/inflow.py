@@ -22,7 +22,7 @@ def next_offset(stream: MuxStream | None) -> int:
     """
     if stream is None:
         return 0
-    if stream._end is not None:
+    if stream._peer_fin:  # a lane may be quicker, and have brought the end: `note_end` sees to it that this fits
         raise ProtocolError("data after the end of a stream")
     if stream._by_pieces:
         raise ProtocolError("data without a place after pieces of the same stream")

@@ -251,7 +251,7 @@ class Lanes:
             self._shortest = min(self._shortest, state.shortest or self._shortest)
             if before is not None and before.sent is not None and sent is not None:
                 sent += state.sent - before.sent
-                resent += state.resent - before.resent
+                resent += 0 if state.sturdy else state.resent - before.resent
         waiting = main.mux.bulk_waiting or main.mux.pieces_waiting
         return Traffic(moved, waiting, self.pacer.rate, sent, resent)
 

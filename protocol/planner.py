@@ -135,6 +135,8 @@ class Lines:
 
         In a given time, a line carries what its member has to send in any case, and then so much for others. The
         shortest time in which all of the data finds an owner is looked for. There are enough owners (`largest_part`).
+        In that time, parts are as alike as they can be: a member sends to all owners at once, and none gets more of its
+        line than another.
         """
         size, givers = len(self.members), giving.sum()
         most = largest_part(size)
@@ -146,11 +148,17 @@ class Lines:
             found: _Floats = np.minimum(out, back).clip(0.0, most) * owners
             return found
 
-        low, high = 0.0, size / min(self.up.min(), self.down.min())
+        anyway = max((giving / self.up).max(), (1 / self.down).max())  # it takes so long whoever owns what
+        low, high = anyway, size / min(self.up.min(), self.down.min())
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if capacity(middle).sum() >= 1 else (middle, high)
-        parts: _Floats = capacity(high) / capacity(high).sum()
+        room = capacity(high)
+        low, level = 0.0, most
+        for _ in range(_HALVINGS):
+            middle = (low + level) / 2
+            low, level = (low, middle) if np.minimum(room, middle).sum() >= 1 else (middle, level)
+        parts: _Floats = np.minimum(room, level) / np.minimum(room, level).sum()
         return parts
 
 

@@ -106,6 +106,10 @@ class Reduction(ABC):
             ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
         """
 
+    def slowest(self, source: int) -> int:
+        """Number of segments that have come from everybody whose values are added to a neighbour's next ones."""
+        return self.incoming(source)
+
     @property
     def standing(self) -> int:
         """How far we have got, to be compared with others: whoever starved first has the least."""

@@ -60,7 +60,7 @@ _LIMITED_AT, _LIMITED = 7, 1 if sys.byteorder == "little" else 0x80  # tcpi_deli
 _INFO_RATE = struct.Struct("=160xQ")
 _NO_LIMIT = 2**64 - 1
 
-_UNPACED = "cubic"
+_UNPACED, _STURDY = "cubic", "bbr"
 
 _TURN = 1 << 21  # bytes that a stream moves before others get their turn, if it never has to wait
 _LEAST = 1 << 14  # bytes that every call counts for
@@ -154,6 +154,7 @@ class TcpStream:
         self._socket.setblocking(False)
         self._remote = remote
         self._moved = 0  # bytes since others had their turn
+        self._sturdy = _congestion_of(self._socket) == _STURDY
 
     @property
     def remote(self) -> Address:
@@ -214,7 +215,7 @@ class TcpStream:
         resent, shortest, sent = _INFO_MORE.unpack_from(info)
         (rate,) = _INFO_RATE.unpack_from(info) if len(info) >= _ALL_SIZE else (0,)
         limited = bool(info[_LIMITED_AT] & _LIMITED)
-        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent, rate or None, limited)
+        return LineState(rtt / 1e6, acked, shortest / 1e6, sent, resent, rate or None, limited, self._sturdy)
 
     def pace(self, rate: float, unsent: int) -> None:
         if sys.platform != "linux":
@@ -298,6 +299,16 @@ def _set_congestion(sock: trio.socket.SocketType, congestion: str | None) -> Non
     if congestion is not None and hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+
+
+def _congestion_of(sock: socket.socket) -> str:
+    """The congestion control of a connection; empty where the system does not tell."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return ""
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    except OSError:
+        return ""
 
 
 def _fitting(congestion: str | None, remote: Address) -> str | None:

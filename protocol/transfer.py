@@ -45,8 +45,13 @@ LEAD = 4
 """Segments that one neighbour may be ahead of the others. Data for several of them shares a line, not always fairly,
 and a sum is complete when the last one's values have come in."""
 
-LONGEST_TURN = 0.25
-"""Seconds that a segment waits at most for the others' sake: one of them may be slower than our line, or gone."""
+AHEAD, FASTER = 8, 3
+"""So many segments, and times as many, as the slowest neighbour's may come from another, if they are to be added. More
+would be of no use yet, and fill the queue in front of our line, where the slowest one's wait as well."""
+
+TURN = (0.25, 1.0)
+"""Seconds that a segment waits at most for another neighbour's sake, depending on how long that takes for one: it may
+be slower than our line, or gone."""
 
 IN_WORKER = 1 << 20
 """Elements from which on copying a vector (a few ms) is worth a worker thread."""
@@ -188,7 +193,7 @@ class Transfer:
         self._pace, self._ask = pace, ask
         self._ring: Reduction | None = None
         self._watch: Watch | None = None
-        self._begun = False
+        self._begun, self._started = False, 0.0
         self._ended = trio.Event()
         self._progress, self._turns = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
         self._sent: Counter[int] = Counter()  # segments, by neighbour
@@ -258,6 +263,7 @@ class Transfer:
         try:
             with self._scope:
                 ring = await self._prepare()
+                self._started = trio.current_time()
                 watch = self._watch = Watch(
                     ring.sources,
                     times=times,
@@ -308,7 +314,7 @@ class Transfer:
                 for number in range(count):
                     while number >= ring.sendable(place):
                         await self._progress.park()
-                    with trio.move_on_after(LONGEST_TURN):
+                    with trio.move_on_after(self._turn(min(self._sent[other] for other in ring.sinks))):
                         while self._is_ahead(ring, place):
                             await self._turns.park()
                     data = ring.segment(place, number)
@@ -333,9 +339,17 @@ class Transfer:
         lead = LEAD / ring.outgoing(place)
         return self._sent[place] / ring.outgoing(place) > min(behind, default=1.0) + lead
 
+    def _turn(self, count: int) -> float:
+        """Seconds that a segment waits at most for a neighbour that has had so many; see `TURN`."""
+        least, most = TURN
+        return min(max((trio.current_time() - self._started) / (count + 1), least), most)
+
     async def _receive(self, ring: Reduction, place: int, watch: Watch) -> None:
         async def take(stream: Stream) -> None:
-            for _ in range(ring.incoming(place)):
+            for number in range(ring.incoming(place)):
+                with trio.move_on_after(self._turn(ring.slowest(place))):
+                    while number >= FASTER * ring.slowest(place) + AHEAD:
+                        await self._progress.park()
                 target = ring.target(place)
                 await stream.receive_into(target)
                 self.bytes_received += target.nbytes

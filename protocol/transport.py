@@ -161,6 +161,9 @@ class LineState:
     limited: bool = False
     """`rate` is of a time in which there was not always something to send: the way can take more."""
 
+    sturdy: bool = False
+    """Its congestion control does not take every lost packet for a sign of congestion."""
+
 
 @runtime_checkable
 class PacedStream(ByteStream, Protocol):

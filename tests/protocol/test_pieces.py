@@ -179,6 +179,16 @@ def test_data_without_a_place_ends_where_pieces_begin():
         mux.receive(pack(Kind.BODY, 0, 1, b"\0\0\0\4"))
 
 
+def test_the_last_piece_may_be_quicker_than_data_without_a_place():
+    _, _, mux, stream = pair()
+    arrive(mux, piece(100, 50, fin=True))
+    mux.receive(pack(Kind.DATA, 0, 1, CONTENT[:100]))
+    assert read(mux, stream) == CONTENT[:150]
+    assert stream.at_end
+    with pytest.raises(ProtocolError, match="after the end"):
+        mux.receive(pack(Kind.DATA, 0, 1, b"more"))
+
+
 def test_data_without_a_place_that_meets_a_piece():
     _, _, mux, _ = pair()
     arrive(mux, piece(100, 50))

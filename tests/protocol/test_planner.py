@@ -140,6 +140,14 @@ def test_a_slow_member_owns_nothing():
     assert estimate(usual, claims) > 1.5 * bound
 
 
+def test_members_that_are_fast_enough_own_as_much_as_each_other():
+    members = peers(4)
+    claims = with_lines(members, [200 * MEGABIT, 100 * MEGABIT, 20 * MEGABIT, 100 * MEGABIT])
+    plan = scheduled(make_plan(members, 100 * MIB // 4), lines_of(members, claims))
+    assert plan.blocks[2] == 0
+    assert max(plan.blocks) - min(plan.blocks[0], plan.blocks[1], plan.blocks[3]) <= 2
+
+
 @pytest.mark.parametrize("fast", [1, 2, 3])
 def test_a_few_fast_members_do_not_own_so_much_that_they_keep_more_than_two_vectors(fast):
     members = peers(8)

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from protocol.errors import AddressError, PeerGone, PeerUnreachable
-from protocol.tcp import TcpListener, TcpTransport
+from protocol.tcp import TcpListener, TcpStream, TcpTransport
 from protocol.transport import Address
 
 
@@ -252,6 +252,19 @@ async def test_congestion_control_within_one_machine(dialled_as):
             for stream in (dialled, accepted):
                 name = stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 assert not name.startswith(b"bbr")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no BBR")
+@pytest.mark.parametrize("congestion", ["reno", "bbr"])
+async def test_whether_losses_slow_it_down(congestion):
+    near = trio.socket.socket()
+    try:
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    except OSError as error:
+        near.close()
+        pytest.skip(f"this system has no {congestion}: {error}")
+    async with aclosing(TcpStream(near, Address("127.0.0.1", 1))) as stream:
+        assert stream.measure().sturdy == (congestion == "bbr")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")

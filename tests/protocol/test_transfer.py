@@ -18,7 +18,7 @@ from protocol.plan import Plan, Salvaged, Source
 from protocol.ring import Ring
 from protocol.round_messages import RingData
 from protocol.salvage import Holding, Span
-from protocol.transfer import RingInbox, Transfer
+from protocol.transfer import AHEAD, FASTER, RingInbox, Transfer
 from protocol.vectors import VectorPool
 
 A, B = (PeerId(bytes([number]) * 32) for number in (1, 2))
@@ -367,3 +367,47 @@ async def test_many_streams_side_by_side_on_the_slowest_line_that_is_worth_waiti
     await transfer.settled.wait()
     assert transfer.complete
     await transfer.ended()
+
+
+class Counting(Slow):
+    """Counts the segments that were asked for."""
+
+    asked = 0
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.fifteenth = trio.Event()
+
+    async def receive_into(self, buffer):
+        self.asked += 1
+        if self.asked == 15:
+            self.fifteenth.set()
+        await super().receive_into(buffer)
+
+
+async def test_values_that_nobody_can_use_yet_are_left_on_the_line_that_the_slowest_needs(autojump_clock, nursery):
+    others = fast, slow = [PeerId(bytes([number]) * 32) for number in (2, 3)]
+    owned = attrs.evolve(OWNED, members=(A, *others), weights=(1.0,) * 3, length=1 << 20, blocks=(1 << 20, 0, 0))
+    inbox, streams = RingInbox(PLAN.run, PLAN.tag, patience=1.0), [Counting(fast, rate=1e9), Counting(slow, rate=1e5)]
+    transfer = begin(owned, inbox)
+    for stream in streams:
+        nursery.start_soon(inbox.deliver, RingData(PLAN.run, PLAN.tag, owned.id), stream)
+    nursery.start_soon(transfer.run)
+    await streams[1].fifteenth.wait()
+    assert AHEAD < streams[0].asked <= FASTER * 15 + AHEAD
+    await transfer.settled.wait()
+    assert transfer.complete
+    await transfer.ended()
+
+
+async def test_nobody_waits_for_long_for_values_that_do_not_come(autojump_clock, nursery):
+    others = fast, gone = [PeerId(bytes([number]) * 32) for number in (2, 3)]
+    owned = attrs.evolve(OWNED, members=(A, *others), weights=(1.0,) * 3, length=1 << 20, blocks=(1 << 20, 0, 0))
+    inbox, stream = RingInbox(PLAN.run, PLAN.tag, patience=1.0), Counting(fast, rate=1e9)
+    transfer = begin(owned, inbox)
+    nursery.start_soon(inbox.deliver, RingData(PLAN.run, PLAN.tag, owned.id), stream)
+    nursery.start_soon(transfer.run)
+    await transfer.settled.wait()
+    assert transfer.failure.suspect == gone
+    assert stream.asked > AHEAD + 5
+    transfer.abort()
