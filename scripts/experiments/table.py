@@ -49,6 +49,12 @@ def done(path: Path) -> set[tuple[str, int]]:
         return {(line["row"], int(line["seed"])) for line in csv.DictReader(file)}
 
 
+def columns(path: Path) -> list[str]:
+    """What the columns of a table are called."""
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])
+
+
 def append(path: Path, fields: Sequence[str], lines: Iterable[Line]) -> None:
     """Adds lines to a table; the first ones make it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +76,9 @@ def command(table: Table, arguments: Sequence[str] | None = None, *, report: Cal
         append(options.out, table.fields, lines)
         report("  ".join(str(value) for value in lines[-1].values()))
         return 0
+    if options.out.exists() and columns(options.out) != list(table.fields):
+        report(f"{options.out} has other columns: move it away, or name another one with --out")
+        return 2
     same = ["--out", str(options.out), "--work", str(options.work), "--corpus", options.corpus]
     same += ["--quick"] if options.quick else []
     failures = 0

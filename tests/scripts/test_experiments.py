@@ -51,6 +51,15 @@ def test_methods_go_on_where_they_were_left(run):
     assert len(curve) == 8 and curve[-1] < curve[0] and float(together["loss"]) < curve[0]
 
 
+def test_a_table_with_other_columns_is_left_alone(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("row,seed\nsingle,0\n")
+    command = [sys.executable, EXPERIMENTS / "methods.py", "--quick", "--out", table, "--rows", "sync"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 2 and "has other columns" in result.stdout
+    assert table.read_text() == "row,seed\nsingle,0\n"
+
+
 @pytest.mark.processes
 def test_all_ways_of_training(run):
     """A row of each of the optimizers, and those whose steps are special."""
