@@ -3,9 +3,9 @@
     pip install 'shoal[plots]'
     python scripts/experiments/plots.py
 
-Reads docs/results/methods.csv and heterogeneous.csv, and writes beside them, as SVG: methods-bytes (the loss that each
-method ends with against the bytes that a peer sends), methods-steps (the loss on the way), and heterogeneous (the loss
-against time where one peer is four times slower), all of one seed.
+Reads docs/results/methods.csv, those of other texts, and heterogeneous.csv, and writes beside them, as SVG and of one
+seed: methods-bytes (the loss that each method ends with against the bytes that a peer sends), methods-steps (the loss
+on the way), and heterogeneous-time (the loss against time where one peer is four times slower).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,12 @@ def read(path: Path, seed: int) -> Lines:
 
 def bytes_against_loss(axes: Axes, lines: Lines) -> None:
     """A point for each method. Those that have diverged are named, and left out."""
+    shown = sorted((line for line in lines if int(line["bytes"])), key=lambda line: int(line["bytes"]))
+    if not shown:
+        return
     losses = {line["row"]: float(line["loss"]) for line in lines}
     single = losses.get("single", max(losses.values()))
     most = single + 2 * (single - min(losses.values()))
-    shown = sorted((line for line in lines if int(line["bytes"])), key=lambda line: int(line["bytes"]))
     points = [(int(line["bytes"]) / 1e6, losses[line["row"]], line["row"]) for line in shown]
     points = [point for point in points if point[1] <= most]
     front = [point for point in points if not any(sent <= point[0] and loss < point[1] for sent, loss, _ in points)]
@@ -102,7 +104,15 @@ def time_against_loss(axes: Axes, lines: Lines) -> None:
         if curve[-1][1] <= 1.5 * min(loss for _, loss in curve) and "plain" not in name:
             axes.plot(*zip(*curve, strict=True), ".-", label=name)
     axes.set(xlabel="time, in steps of the fast peers", ylabel="loss of the outer parameters, nats per byte")
-    axes.legend()
+    if axes.has_data():
+        axes.legend()
+
+
+DRAWINGS: Mapping[str, Mapping[str, Callable[[Axes, Lines], None]]] = {
+    "methods": {"bytes": bytes_against_loss, "steps": steps_against_loss},
+    "heterogeneous": {"time": time_against_loss},
+}
+"""What is drawn of each table, and of those with other texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,22 +129,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    drawings = (
-        ("methods-bytes", "methods", bytes_against_loss),
-        ("methods-steps", "methods", steps_against_loss),
-        ("heterogeneous", "heterogeneous", time_against_loss),
-    )
-    for name, table, draw in drawings:
-        lines = read(options.results / f"{table}.csv", options.seed)
-        if not lines:
-            print(f"{table}.csv has nothing of seed {options.seed}: run {table}.py first", file=sys.stderr)
-            continue
-        with plt.rc_context(STYLE):
-            figure, axes = plt.subplots()
-            draw(axes, lines)
-            figure.savefig(options.results / f"{name}.svg", metadata={"Date": None})
-            plt.close(figure)
-        print(options.results / f"{name}.svg")
+    drawn = 0
+    for path in sorted(options.results.glob("*.csv")):
+        lines = read(path, options.seed)
+        for kind, draw in DRAWINGS.get(path.stem.partition("-")[0], {}).items():
+            with plt.rc_context(STYLE):
+                figure, axes = plt.subplots()
+                draw(axes, lines)
+                if axes.has_data():
+                    figure.savefig(path.with_name(f"{path.stem}-{kind}.svg"), metadata={"Date": None})
+                    print(path.with_name(f"{path.stem}-{kind}.svg"))
+                    drawn += 1
+                plt.close(figure)
+    if not drawn:
+        print(f"there is nothing of seed {options.seed} to draw in {options.results}", file=sys.stderr)
+        return 1
     return 0
 
 
