@@ -4,7 +4,8 @@
 
 Beside each row's loss are that of a `LocalSwarm` whose peers have the same names, whether all peers end with its very
 bits, and how many bytes a peer has sent in all, connections, signatures and acknowledgements included, as counted where
-they are handed to the sockets. Results go to docs/results/real_peers.csv; what is there already is not run again.
+they are handed to the sockets. NoLoCo draws other random pairs in each run, and ends with other bits. Results go to
+docs/results/real_peers.csv; what is there already is not run again.
 """
 
 from __future__ import annotations
