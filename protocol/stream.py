@@ -401,6 +401,7 @@ class Stream:
 
     def _exclusive(self, what: str) -> _Exclusive:
         if self._closed:
+            self._connection.check()  # if it has ended, the handler has, and closed what another task may still use
             raise RuntimeError("the stream was closed on our side")
         if what in self._busy:
             raise trio.BusyResourceError(f"another task does {what} on this stream already")

@@ -2,28 +2,26 @@
 
     python scripts/experiments/methods.py                  # all rows, one seed
     python scripts/experiments/methods.py --seeds 0 1 2 --rows sync single fedavg-50 diloco-50
+    python scripts/experiments/methods.py --corpus tinyshakespeare.txt --rows sync single diloco-50
 
-A transformer of some 110,000 parameters is trained on the source of Python's standard library: first alone, then from
-there by so many replicas with each method, all with the same number of tokens in all. Each row runs in a process of
-its own, its replicas in a `LocalSwarm`, through the recipes that ship. The losses are those on held-out text of what a
-run ends with. Results go to docs/results/methods.csv one by one; what is there already is not run again.
+A transformer of some 110,000 parameters is trained on the source of Python's standard library, or another text: first
+alone, then from there by so many replicas with each method, all with the same number of tokens in all. Each row runs in
+a process of its own, its replicas in a `LocalSwarm`, through the recipes that ship. The losses are those on held-out
+text of what a run ends with, and, as its curve, those of one replica's own parameters on the way. Results go to
+docs/results/methods.csv one by one; what is there already is not run again.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import functools
-import math
-import subprocess
+import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -32,25 +30,22 @@ from optim import (
     LocalSwarm,
     LowCommunicationOptimizer,
     MultiTimescaleOptimizer,
+    MuonAdamW,
     QuasiHyperbolicAdam,
     gradient_recipe,
     recipe,
 )
-from optim.local import LocalPeer
+from optim.methods import GRADIENT_RECIPES
 from optim.spsa import SpsaOptimizer
-from peer.data import STDLIB, Corpus, Dataset
 from peer.model import Transformer
-from peer.settings import DataSettings, ModelSettings
 from protocol.codecs import CodecName
+from scripts.experiments.table import Line, Table, command
+from scripts.experiments.task import PEAK, Peer, Task, adamw, loss_of, take_step
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ModelSettings(layers=2, width=64, heads=4, context=64)
-BATCH = 64  # sequences of all replicas in one step
-STEPS, PEAK, WARMUP, FLOOR = 400, 4e-3, 20, 0.05
-BEFORE_STEPS, BEFORE_BATCH, BEFORE_RATE, BEFORE_WARMUP = 1500, 32, 8e-3, 50
-WINDOWS = 256
 LINK = 100e6 / 8  # bytes per second, for the computed times
-FIELDS = ("row", "seed", "loss", "spread", "bytes", "reduction", "link seconds", "seconds")
+POINTS = 8  # of a curve
+MUON_RATE = 0.02
+FIELDS = ("row", "seed", "loss", "spread", "bytes", "reduction", "link seconds", "seconds", "curve")
 
 
 @attrs.frozen(kw_only=True)
@@ -63,7 +58,7 @@ class Row:
         replicas: How many.
         codec: How reduced values look on the wire.
         rate: The peak learning rate, if it is another one.
-        plain: Whether the inner optimizer is SGD, as the method has momentum of its own.
+        inner: The inner optimizer; SGD where the method has momentum of its own.
     """
 
     method: str
@@ -71,7 +66,35 @@ class Row:
     replicas: int = 4
     codec: CodecName = "fp32"
     rate: float = PEAK
-    plain: bool = False
+    inner: Literal["adamw", "muon", "sgd"] = "adamw"
+
+    def inner_optimizer(self, model: Transformer) -> torch.optim.Optimizer:
+        """The inner optimizer."""
+        if self.inner == "adamw":
+            return adamw(model)
+        if self.inner == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=self.rate)
+        muon = MuonAdamW(model, lr=MUON_RATE, other_lr=self.rate, others=[model.embedding.weight])
+        for group in muon.param_groups:
+            group["scale"] = group["lr"] / self.rate
+        return muon
+
+
+@attrs.frozen(kw_only=True)
+class Life:
+    """What became of a replica.
+
+    Attributes:
+        loss: Of what it ends with.
+        own: Of its own parameters before the end.
+        curve: Of its own parameters on the way, if it is the first of them.
+        digest: Of what it ends with.
+    """
+
+    loss: float
+    own: float
+    curve: tuple[float, ...]
+    digest: str
 
 
 def diloco(steps: int, momentum: float = 0.5, rate: float = 0.7, **options: object) -> Row:
@@ -83,7 +106,7 @@ def diloco(steps: int, momentum: float = 0.5, rate: float = 0.7, **options: obje
 ROWS: dict[str, Row] = {
     "sync": Row(method="data-parallel"),
     "single": Row(method="single"),
-    "merge once": Row(method="fedavg", constants={"inner_steps": STEPS}),
+    "merge once": Row(method="fedavg", constants={"inner_steps": 400}),
     "fedavg-20": Row(method="fedavg", constants={"inner_steps": 20}),
     "fedavg-50": Row(method="fedavg", constants={"inner_steps": 50}),
     "diloco-1": diloco(1),
@@ -139,6 +162,8 @@ ROWS: dict[str, Row] = {
     "fedadagrad-50": Row(
         method="fedopt", constants={"inner_steps": 50, "rule": "adagrad", "outer_lr": 0.05, "tau": 0.01}
     ),
+    "fedprox-50": Row(method="fedprox", constants={"inner_steps": 50}),
+    "fedsam-50": Row(method="fedsam", constants={"inner_steps": 50}),
     "quadratic": Row(method="quadratic", constants={"base_steps": 4, "alpha": 0.01}),
     "noloco-25": Row(method="noloco", constants={"inner_steps": 25}),
     "noloco-25 M=8": Row(method="noloco", constants={"inner_steps": 25}, replicas=8),
@@ -146,108 +171,50 @@ ROWS: dict[str, Row] = {
     "gossip": Row(method="gossip"),
     "gossip exponential": Row(method="gossip", constants={"pairing": "exponential"}),
     "gossip exponential-ring": Row(method="gossip", constants={"pairing": "exponential-ring"}),
+    "gossip corrected": Row(method="gossip", constants={"corrected": True}),
     "sparseloco-20": Row(method="sparseloco", constants={"inner_steps": 20}),
     "powersgd": Row(method="powersgd", constants={"rank": 8}),
-    "demo": Row(method="demo", rate=1e-3, plain=True),
-    "lion": Row(method="lion", rate=4e-4, plain=True),
+    "demo": Row(method="demo", rate=1e-3, inner="sgd"),
+    "lion": Row(method="lion", rate=4e-4, inner="sgd"),
+    "sync muon": Row(method="data-parallel", inner="muon"),
+    "diloco-50 muon": diloco(50, inner="muon"),
     "terngrad": Row(method="terngrad"),
-    "spsa": Row(method="spsa", rate=1e-4, plain=True),
+    "spsa": Row(method="spsa", rate=1e-4, inner="sgd"),
 }
 
 
-@functools.cache
-def data_of(seed: int) -> Dataset:
-    """The text. It is only read, so all replicas of a process share it."""
-    return Dataset(Corpus.open(STDLIB), DataSettings(), seed=seed, context=MODEL.context)
-
-
-def rate_at(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up, then half a cosine down to a twentieth."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def loss_of(model: Transformer, windows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy, in nats per byte."""
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def validation(model: Transformer, data: Dataset) -> float:
-    """Loss on held-out text, always the same windows."""
-    windows = data.validation_windows(WINDOWS)
-    return sum(loss_of(model, part).item() * len(part) for part in windows.split(64)) / len(windows)
-
-
-def adamw(model: Transformer) -> torch.optim.Optimizer:
-    """The inner optimizer: matrices decay, gains do not."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95))
-
-
-def take_step(model: Transformer, optimizer: torch.optim.Optimizer, windows: torch.Tensor, rate: float) -> None:
-    """One step of ordinary training."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad()
-    loss_of(model, windows).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def pretrained(seed: int, work: Path) -> dict[str, torch.Tensor]:
-    """Where all methods begin: one model after a while of ordinary training, made once."""
-    path = work / f"pretrained-{seed}.pt"
-    if not path.exists():
-        model = Transformer(MODEL, seed=seed)
-        optimizer, data = adamw(model), data_of(seed)
-        batches = batches_of(data, LocalSwarm(1).peers[0], 1, 1, BEFORE_BATCH)
-        for step in range(BEFORE_STEPS):
-            take_step(model, optimizer, next(batches), BEFORE_RATE * min(1.0, (step + 1) / BEFORE_WARMUP))
-        work.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path)
-    return torch.load(path, weights_only=True)
-
-
-def batches_of(data: Dataset, peer: LocalPeer, size: int, phase: int, batch: int) -> Iterator[torch.Tensor]:
-    """Batches of a peer's own shards."""
-    return data.training_batches(peer.peer_id, peer.members[:size], phase, batch)
-
-
-def replica(row: Row, seed: int, begin: dict[str, torch.Tensor], peer: LocalPeer) -> tuple[float, float]:
-    """One replica's life: the loss of what it ends with, and of its own parameters before the end."""
-    size = len(peer.members)
-    data = data_of(seed)
-    model = Transformer(MODEL)
-    model.load_state_dict(begin)
-    inner = torch.optim.SGD(model.parameters(), lr=row.rate) if row.plain else adamw(model)
-    batches = batches_of(data, peer, size, 2, BATCH // row.replicas)
-    optimizer = _optimizer(row, model, inner, peer, seed)
-    for step in range(STEPS):
-        rate, windows = rate_at(step, STEPS, row.rate, WARMUP), next(batches)
+def replica(row: Row, seed: int, task: Task, peer: Peer) -> Life:
+    """One replica's life."""
+    model = task.make()
+    model.load_state_dict(task.pretrained(seed))
+    batches = task.batches(peer, seed, len(peer.members), row.replicas)
+    optimizer = _optimizer(row, model, peer, seed)
+    curve: list[float] = []
+    for step in range(task.steps):
+        rate, windows = task.rate(step, row.rate), next(batches)
         if isinstance(optimizer, SpsaOptimizer):
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step(functools.partial(_loss, model, windows))
         else:
             take_step(model, optimizer, windows, rate)
-    own = validation(model, data)
+        if peer.peer_id == peer.members[0] and (step + 1) % (task.steps // POINTS) == 0:
+            curve.append(task.validation(model, seed))
+    own = task.validation(model, seed)
+    if isinstance(optimizer, LowCommunicationOptimizer) and row.method == "quadratic":
+        optimizer.synchronize()  # its last interval is whatever is left
     if isinstance(optimizer, LowCommunicationOptimizer | MultiTimescaleOptimizer):
         optimizer.finish()
-    return validation(model, data), own
+    values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+    return Life(loss=task.validation(model, seed), own=own, curve=tuple(curve), digest=digest)
 
 
 def _loss(model: Transformer, windows: torch.Tensor) -> float:
     return loss_of(model, windows).item()
 
 
-def _optimizer(
-    row: Row, model: Transformer, inner: torch.optim.Optimizer, peer: LocalPeer, seed: int
-) -> torch.optim.Optimizer:
+def _optimizer(row: Row, model: Transformer, peer: Peer, seed: int) -> torch.optim.Optimizer:
+    inner = row.inner_optimizer(model)
     if row.method == "single":
         return inner
     if row.method == "spsa":
@@ -256,72 +223,41 @@ def _optimizer(
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in inner.param_groups]
         adam = QuasiHyperbolicAdam(groups, momenta=((0.95, 0.6), (0.99, 0.3)), beta=0.95)
         return MultiTimescaleOptimizer(model, adam, peer, sync_every=int(row.constants["sync_every"]))
-    if row.method in ("data-parallel", "powersgd", "demo", "lion", "terngrad"):
+    if row.method in GRADIENT_RECIPES:
         return GradientOptimizer(model, inner, peer, gradient_recipe(row.method, **row.constants))
     return LowCommunicationOptimizer(model, inner, peer, recipe(row.method, **row.constants))
 
 
-def run(name: str, seed: int, work: Path) -> dict[str, object]:
+def every_step(row: Row, task: Task) -> int:
+    """Bytes that a peer would send if it averaged gradients in every step."""
+    return 2 * (row.replicas - 1) * 4 * task.length // row.replicas * task.steps
+
+
+def run(name: str, seed: int, task: Task) -> list[Line]:
     """One row."""
     row = ROWS[name]
     swarm = LocalSwarm(1 if row.method == "single" else row.replicas, codec=row.codec)
-    begin, started = pretrained(seed, work), time.monotonic()
-    data_of(seed)
-    results = swarm.run(functools.partial(replica, row, seed, begin))
-    own = [loss for _, loss in results]
+    task.data(seed), task.pretrained(seed)  # once for all replicas
+    started = time.monotonic()
+    lives = swarm.run(functools.partial(replica, row, seed, task))
+    own = [life.own for life in lives]
     sent = swarm.peers[0].bytes_sent
-    length = sum(parameter.numel() for parameter in Transformer(MODEL).parameters())
-    every_step = 2 * (row.replicas - 1) * 4 * length // row.replicas * STEPS
-    return {
+    line = {
         "row": name,
         "seed": seed,
-        "loss": f"{results[0][0]:.4f}",
+        "loss": f"{lives[0].loss:.4f}",
         "spread": f"{max(own) - min(own):.4f}",
         "bytes": sent,
-        "reduction": f"{every_step / sent:.1f}" if sent else "",
+        "reduction": f"{every_step(row, task) / sent:.1f}" if sent else "",
         "link seconds": f"{sent / LINK:.2f}",
         "seconds": f"{time.monotonic() - started:.0f}",
+        "curve": " ".join(f"{loss:.4f}" for loss in lives[0].curve),
     }
+    return [line]
 
 
-def done(path: Path) -> set[tuple[str, int]]:
-    """What the table has already."""
-    if not path.exists():
-        return set()
-    with path.open(newline="") as file:
-        return {(line["row"], int(line["seed"])) for line in csv.DictReader(file)}
-
-
-def main(arguments: Sequence[str] | None = None, *, report: Callable[[str], None] = print) -> int:
-    """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "methods.csv")
-    parser.add_argument("--work", type=Path, default=ROOT / ".experiments", help="where pre-trained models are kept")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.one:
-        torch.set_num_threads(1)
-        line = run(options.rows[0], options.seeds[0], options.work)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not options.out.exists()
-        with options.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if fresh:
-                writer.writeheader()
-            writer.writerow(line)
-        report("  ".join(str(value) for value in line.values()))
-        return 0
-    failures = 0
-    for seed in options.seeds:
-        for name in options.rows:
-            if (name, seed) not in done(options.out):
-                place = ["--out", str(options.out), "--work", str(options.work)]
-                command = [sys.executable, __file__, "--one", "--rows", name, "--seeds", str(seed), *place]
-                failures += subprocess.run(command).returncode != 0
-    return 1 if failures else 0
-
+ABOUT = (__doc__ or "").partition("\n")[0]
+TABLE = Table(script=__file__, about=ABOUT, rows=ROWS, fields=FIELDS, run=run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(TABLE))

@@ -10,11 +10,13 @@ from protocol import inflow
 from protocol.connection import Limits
 from protocol.errors import (
     MessageTooLong,
+    PeerGone,
     RequestRefused,
     StreamEnded,
     StreamReset,
 )
 from protocol.mux_stream import INITIAL_WINDOW
+from protocol.stream import Stream
 from protocol.wire import MAX_MESSAGE
 from tests.protocol.messages import Blob, Count, Echo, Number, echo
 
@@ -41,6 +43,31 @@ async def test_conversation(start, autojump_clock):
         await stream.finish()
         with pytest.raises(StreamEnded):
             await stream.receive(Number)
+
+
+async def test_a_handlers_stream_that_another_task_uses_when_the_connection_ends(start, autojump_clock):
+    """The handler goes with the connection, and closes the stream: to who still uses it, the peer is gone."""
+    taken: list[Stream] = []
+    over = trio.Event()
+
+    async def lend(request, stream):
+        taken.append(stream)
+        await stream.send(Number(1))
+        try:
+            await trio.sleep_forever()
+        finally:
+            over.set()
+
+    a, b = await start(1), await start(2, handlers=[(Count, lend)])
+    with pytest.raises(PeerGone):
+        async with a.endpoint.open(b.peer, Count(0)) as stream:
+            assert await stream.receive(Number) == Number(1)
+            await a.stop()
+            await stream.receive(Number)
+    await over.wait()
+    await trio.sleep(1)  # until the stream is closed as well
+    with pytest.raises(PeerGone):
+        await taken[0].receive(Number)
 
 
 async def test_a_message_that_is_too_long_is_not_sent_and_does_no_harm(start, autojump_clock):

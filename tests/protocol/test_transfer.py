@@ -13,10 +13,11 @@ import trio.testing
 from protocol import transfer as module
 from protocol.coordinator import RoundTimes
 from protocol.errors import PeerGone, RequestRefused, RequestTimeout
+from protocol.gather_transfer import GatherTransfer
 from protocol.identity import PeerId
 from protocol.plan import Plan, Salvaged, Source
 from protocol.ring import Ring
-from protocol.round_messages import RingData
+from protocol.round_messages import GatherBlock, RingData
 from protocol.salvage import Holding, Span
 from protocol.transfer import AHEAD, FASTER, RingInbox, Transfer
 from protocol.vectors import VectorPool
@@ -51,6 +52,16 @@ class Arriving:
         raise PeerGone("it is gone")
 
 
+class BringsBlock(Arriving):
+    """The same, of a gather."""
+
+    async def receive(self, *types, timeout=None):
+        if timeout is None:
+            await trio.lowlevel.checkpoint()
+            return GatherBlock(1)
+        return await super().receive(*types, timeout=timeout)
+
+
 class Leaving:
     """An endpoint with streams that take everything."""
 
@@ -67,6 +78,9 @@ class Leaving:
 
     async def __aexit__(self, *error):
         pass
+
+    async def send(self, message):
+        await trio.lowlevel.checkpoint()
 
     async def send_bytes(self, data, *, last):
         await trio.lowlevel.checkpoint()
@@ -120,6 +134,19 @@ async def test_nothing_is_left_when_the_neighbour_is_lost_after_its_last_byte(au
         assert transfer.complete
         with trio.fail_after(1):
             await transfer.ended()
+
+
+async def test_a_gather_ends_when_the_neighbour_is_lost_after_its_last_byte(autojump_clock):
+    plan = attrs.evolve(PLAN, operation="gather", length=2, sizes=(1, 1))
+    inbox = RingInbox(plan.run, plan.tag, patience=1.0)
+    ours = torch.ones(1, dtype=torch.uint8)
+    times = RoundTimes()
+    gather = GatherTransfer(plan, ours, endpoint=Leaving(), inbox=inbox, times=times, pace=0.0, ask=says_nothing)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(inbox.deliver, RingData(plan.run, plan.tag, plan.id), BringsBlock())
+        with trio.fail_after(1):
+            await gather.run()
+    assert gather.complete and gather.failure is None
 
 
 async def test_its_memory_is_free_as_soon_as_nobody_refers_to_it(autojump_clock):
