@@ -43,17 +43,14 @@ from protocol.mux_stream import (
     Retired,
     Stopped,
 )
-from protocol.pacing import Senders
+from protocol.pacing import Senders, next_size
 from protocol.rate import TokenBucket
 from protocol.stream import Stream
 from protocol.transport import Path
 
 _SMALLEST_WRITE = RECORD // 4
 LARGEST_WRITE = 32 * RECORD
-"""Bytes of plaintext in one write, at most."""
-# One write should take about this long: urgent frames wait for it. Networking measurements: 256 KiB and more per write
-# halve the cost per byte, which only matters on links that take them in no time.
-_WRITE_SECONDS = (0.01, 0.05)
+"""Bytes of plaintext in one write, at most: 256 KiB and more halve the cost per byte on links that take them in time."""
 # A peer that answers pings but takes less than so many bytes in so long is of no use.
 _LEAST_TAKEN, _WRITE_TIMEOUT = RECORD, 30.0
 _FAREWELL = 1.0  # seconds for saying goodbye
@@ -424,7 +421,8 @@ class Connection:
                         self._write_progress.begin(started, self._taken)
                         await self.channel.send(*batch.records)
                         self._write_progress.end()
-                    budget = self._next_budget(budget, trio.current_time() - started)
+                    written = sum(len(record) for record in batch.records)
+                    budget = self._next_budget(budget, written, trio.current_time() - started)
                     self._end_if_done()
         except PeerGone as error:
             self._end(error)
@@ -432,13 +430,13 @@ class Connection:
             if self.upload is not None:
                 self.upload.leave(self)
 
-    def _next_budget(self, budget: int, seconds: float) -> int:
-        """The size of the next write, after one that took so long. From time to time, decides the rate too."""
+    def _next_budget(self, budget: int, written: int, seconds: float) -> int:
+        """The size of the next write, after one of so many bytes. From time to time, decides the rate too."""
         self.lanes.pace()
         if burst := self.lanes.pacer.burst:
             whole = burst // RECORD * RECORD
             return min(whole or burst, LARGEST_WRITE)
-        return _adapted(budget, seconds)
+        return next_size(budget, written, seconds, smallest=_SMALLEST_WRITE, largest=LARGEST_WRITE)
 
     async def _until_writable(self) -> bool:
         """Waits until there is something to write; False when there will be nothing any more."""
@@ -513,13 +511,3 @@ def _window(limits: Limits) -> int:
     if limits.max_download is None:
         return limits.window
     return min(limits.window, max(FIRST_WINDOW, int(limits.max_download)))
-
-
-def _adapted(budget: int, seconds: float) -> int:
-    """The size of the next write, after one that took so long."""
-    quick, slow = _WRITE_SECONDS
-    if seconds < quick:
-        return min(2 * budget, LARGEST_WRITE)
-    if seconds > slow:
-        return max(budget // 2, _SMALLEST_WRITE)
-    return budget

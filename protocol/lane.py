@@ -19,7 +19,7 @@ from protocol.frames import RECORD
 from protocol.mux import Mux
 from protocol.mux_stream import Event, Intake, MuxStream
 from protocol.noise import CipherState, derive_ciphers
-from protocol.pacing import Pacer
+from protocol.pacing import Pacer, next_size
 from protocol.pieces import MAX_UNACKNOWLEDGED, Outbox, Piece
 from protocol.rate import TokenBucket
 from protocol.transport import ByteStream
@@ -34,7 +34,6 @@ _SMALLEST = RECORD // 4
 LARGEST_PIECE = 16 * RECORD
 """Bytes of a piece at most."""
 
-_WRITE_SECONDS = (0.01, 0.05)  # one piece should take about this long
 _WORK_AT_ONCE = 256
 
 
@@ -288,9 +287,10 @@ class Lane:
                 piece = self.outbox.add(taken)
                 self._mux.carried += 1
                 self._group.on_bulk(len(piece.data))
-                began = trio.current_time()
+                began, written = trio.current_time(), len(piece.data)
                 await self.channel.send(*piece.records())
-                self._adapt(trio.current_time() - began)
+                seconds = trio.current_time() - began
+                self._size = next_size(self._size, written, seconds, smallest=_SMALLEST, largest=LARGEST_PIECE)
                 self._group.pace()
         except PeerGone:
             self.close()
@@ -320,11 +320,3 @@ class Lane:
                 upload.spend(len(piece.data), now, self._owner)
             self._owner.progressed(piece.stream)
         return piece
-
-    def _adapt(self, seconds: float) -> None:
-        """After a piece that took so long to be handed over."""
-        quick, slow = _WRITE_SECONDS
-        if seconds < quick:
-            self._size = min(2 * self._size, LARGEST_PIECE)
-        elif seconds > slow:
-            self._size = max(self._size // 2, _SMALLEST)

@@ -27,6 +27,7 @@ SLOWEST = 1 << 16
 """Bytes per second below which nothing is paced: it holds up everything on the connection, pings as well, and those who
 wait for the data give up."""
 
+_QUICK, _SLOW = 0.01, 0.05  # seconds that one write should take
 _BURST_SECONDS = 0.003  # what is handed over at a time lasts so long
 _UNSENT_SECONDS = (0.003, 0.05)  # and what may wait unsent lasts so long
 _KEPT_UP = 0.93  # of the rate has to arrive, else we were too slow to hand it over
@@ -208,6 +209,17 @@ class Pacer:
     def _rest(self, path: LineState) -> float:
         """The part of the link's rate with which the queue is gone in a round trip."""
         return max(_SLOWEST, 1 - self._trips.excess / path.rtt)
+
+
+def next_size(size: int, written: int, seconds: float, *, smallest: int, largest: int) -> int:
+    """How many bytes to hand over at a time, after `written` of at most `size` took so many seconds.
+
+    What is urgent waits meanwhile, so it should take `_QUICK` to `_SLOW`. A small write that was quick says nothing
+    about larger ones.
+    """
+    if seconds > _SLOW:
+        return max(size // 2, smallest)
+    return min(2 * size, largest) if seconds < _QUICK and 2 * written >= size else size
 
 
 def _bounded(size: float) -> int:

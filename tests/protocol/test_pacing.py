@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from protocol.pacing import LARGEST_BURST, SLOWEST, SMALLEST_BURST, Pacer, Senders
+from protocol.pacing import LARGEST_BURST, SLOWEST, SMALLEST_BURST, Pacer, Senders, next_size
 from protocol.transport import LineState
 
 STEP = 0.001
@@ -264,3 +264,13 @@ def test_what_was_carried_is_less_than_late_acknowledgements_say():
     pacer.update(100.0, LineState(RTT, 0, rate=1e6))
     pacer.update(100.1, LineState(RTT, int(1e6), rate=1e6))  # ten times as much as the kernel says
     assert pacer.carried == 1e6
+
+
+def test_only_a_write_of_some_size_says_that_larger_ones_are_quick():
+    bounds = {"smallest": 1 << 14, "largest": 1 << 17}
+    assert next_size(1 << 14, 100, 0.0, **bounds) == 1 << 14
+    assert next_size(1 << 14, 1 << 13, 0.0, **bounds) == 1 << 15
+    assert next_size(1 << 17, 1 << 17, 0.0, **bounds) == 1 << 17
+    assert next_size(1 << 16, 100, 1.0, **bounds) == 1 << 15
+    assert next_size(1 << 14, 1 << 14, 1.0, **bounds) == 1 << 14
+    assert next_size(1 << 16, 1 << 16, 0.03, **bounds) == 1 << 16
