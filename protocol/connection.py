@@ -50,7 +50,7 @@ from protocol.transport import Path
 
 _SMALLEST_WRITE = RECORD // 4
 LARGEST_WRITE = 32 * RECORD
-"""Bytes of plaintext in one write, at most: 256 KiB and more halve the cost per byte on links that take them in time."""
+"""Bytes of plaintext in one write, at most: 256 KiB and more halve the cost per byte where a link takes them in time."""
 # A peer that answers pings but takes less than so many bytes in so long is of no use.
 _LEAST_TAKEN, _WRITE_TIMEOUT = RECORD, 30.0
 _FAREWELL = 1.0  # seconds for saying goodbye
