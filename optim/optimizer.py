@@ -269,7 +269,7 @@ class LowCommunicationOptimizer(Wrapper):
         self._replica.rounds, self._replica.history = source.rounds, source.history
         self._warmup.over = source.warm
         self._replica.sender.forget()  # what was left out belongs to the state that is given up
-        self._wait = None
+        self._wait, self._averaged = None, 0
 
     def _heal(self) -> None:
         """The inner optimizer forgets what is not finite: moments stay so after one step with such a gradient."""
@@ -330,7 +330,7 @@ class LowCommunicationOptimizer(Wrapper):
         self._replica.load_state_dict(saved, outer)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
         self._share_with_inner()
-        self._wait, self._pending, self._warmup = None, None, Warmup(**saved["warmup"])
+        self._wait, self._pending, self._warmup, self._averaged = None, None, Warmup(**saved["warmup"]), 0
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:

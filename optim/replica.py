@@ -435,12 +435,13 @@ class Replica:
         """
         if lacking := {"memory", "taken", "begun", "rounds", "local_steps", "share", "load", "history"} - saved.keys():
             raise SettingsError(f"the saved outer state has no {min(lacking)!r}")
+        flight = self._saved_flight(saved["flight"]) if "flight" in saved else None
+        self.sender.load_state_dict(saved["memory"], self._fragments())
         self.outer, self.rounds, self.local_steps = outer, saved["rounds"], saved["local_steps"]
         self.begun, self._done, self._share = saved["begun"], 0, saved["share"]
         self._load, self.history = saved["load"], bytes.fromhex(saved["history"])
         self._taken = {select(self._flat.slices, places): done for places, done in saved["taken"]}
-        self.sender.load_state_dict(saved["memory"], self._fragments())
-        self._flight = self._saved_flight(saved["flight"]) if "flight" in saved else None
+        self._flight = flight
 
     def _saved_flight(self, saved: Mapping[str, Any]) -> _Flight:
         fragment = self.fragment(saved["round"])

@@ -50,7 +50,7 @@ from protocol.channels import ChannelSettings
 from protocol.codecs import CodecName
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import PeerGone, PeerUnreachable, RequestRefused, ShoalError
+from protocol.errors import PeerGone, PeerUnreachable, RequestRefused, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.mesh import Known, Mesh
 from protocol.operations import AsyncCollective
@@ -188,8 +188,15 @@ class Swarm(BlockingCollective):
 
     @property
     def ticket(self) -> str:
-        """For others to join with; see `AsyncSwarm.ticket`."""
-        return self._swarm.ticket
+        """For others to join with; see `AsyncSwarm.ticket`.
+
+        Raises:
+            RoundAborted: The swarm has ended.
+        """
+        try:
+            return trio.from_thread.run_sync(lambda: self._swarm.ticket, trio_token=self._token)
+        except (trio.Cancelled, trio.RunFinishedError):
+            raise RoundAborted("the swarm has ended") from None
 
     def wait_for(self, count: int, timeout: float | None = None) -> None:
         """Waits until there are so many members, ourselves included.

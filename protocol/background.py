@@ -29,12 +29,17 @@ def in_background(
     """
     thread = _Thread(opening)
     thread.start()
+    ended: RoundAborted | None = None
     try:
         yield thread.opened.result()
+    except RoundAborted as error:
+        ended = error
     finally:
         thread.stop()
-        if thread.failure is not None:
-            raise thread.failure
+    if thread.failure is not None:
+        raise thread.failure from ended
+    if ended is not None:
+        raise ended
 
 
 class _Thread(threading.Thread, Generic[_T]):
@@ -58,6 +63,9 @@ class _Thread(threading.Thread, Generic[_T]):
             trio.run(self._live)
         except* ShoalError as group:
             error = first_error(group)
+        except* Exception as group:
+            error = RoundAborted("the peer has ended because of a fault in this program")
+            error.__cause__ = group
         finally:
             if self.opened.done():
                 self.failure = error

@@ -50,7 +50,7 @@ from protocol.transport import Path
 
 _SMALLEST_WRITE = RECORD // 4
 LARGEST_WRITE = 32 * RECORD
-"""Bytes of plaintext in one write, at most: 256 KiB and more halve the cost per byte where a link takes them in time."""
+"""Bytes of plaintext in one write, at most: from 256 KiB on, a byte costs half, where a link takes them at once."""
 # A peer that answers pings but takes less than so many bytes in so long is of no use.
 _LEAST_TAKEN, _WRITE_TIMEOUT = RECORD, 30.0
 _FAREWELL = 1.0  # seconds for saying goodbye
@@ -58,7 +58,9 @@ _WORK_PER_SECOND = 10_000.0  # frames: an honest peer sends far fewer, and 1 GB/
 _WORK_AT_ONCE = 256
 _WORK_COUNTED = 16  # frames that are counted together
 _TASK = 1 << 14  # bytes of objects that serving a request takes, about
-_RETIRED_REST = 1.0  # seconds after its last stream that a retired connection ends: the other side may still be reading
+_RETIRED_REST = (
+    10.0  # seconds after its last stream that a retired connection ends: the other side may still be reading
+)
 _RETIRED_IDLE = 10.0  # seconds after which an unused retired connection ends even if the other side did not retire it
 
 

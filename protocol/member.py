@@ -314,4 +314,5 @@ class Member:
 
     async def _send(self, message: Message, *, last: bool = False) -> None:
         async with self._sending:
-            await self._line.send(message, last=last)
+            if self._reduced is None or last:  # else the last word is said, or about to be
+                await self._line.send(message, last=last)

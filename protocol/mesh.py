@@ -212,6 +212,8 @@ class Mesh:
         else:
             if isinstance(target, Address):
                 self._found[target] = peer
+            elif peer not in self._members and peer not in self._greeting:
+                self._failed(target)  # it is there, but not for the run
         finally:
             self._dialling.discard(target)
 

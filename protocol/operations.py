@@ -124,9 +124,11 @@ class AsyncCollective:
         missed: list[Reduced] = []
         if window is not None:
             missed = self._missed.setdefault((tag, None if group is None else frozenset(group)), missed)
-        known = len(missed)  # results of before this operation, which do not have its values
+        known: int | None = None  # results of before this operation, which do not have its values
 
         async def act(rounds: Rounds, number: int) -> Reduced:
+            nonlocal known
+            known = len(missed) if known is None else known
             if len(missed) > known and missed[-1].plan.includes(self._peer):
                 reduced = attrs.evolve(missed.pop(), counted=True)  # our line broke when all had what we bring
             else:
@@ -253,11 +255,14 @@ class AsyncCollective:
                     raise
                 lost = True
                 break
-            lost = self._missed_bytes + reduced.mean.nbytes > MOST_MISSED
+            kept = self._missed_bytes
+            lost = kept > 0 and kept + reduced.mean.nbytes > MOST_MISSED
             if lost:
                 break
             missed.append(reduced)
             rounds.committed(revision, NO_DIGEST)
+            if reduced.plan.includes(self._peer):  # that is what came of our operation; the next one fetches the rest
+                return
         if lost:  # with a state from elsewhere, the caller can take part in the next one
             missed.clear()
             rounds.committed(last, NO_DIGEST)

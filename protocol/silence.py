@@ -40,7 +40,9 @@ class _Source:
     came: float
     """When something came, or nothing could: an excuse of its own does not count."""
     line: int
-    """Bytes that the line had brought when it was seen to move last."""
+    """Bytes that the line had brought at `since`."""
+    since: float
+    """When it moved last, or `quiet` seconds without that were over."""
     moved: float = -math.inf
     """When that was."""
     count: int = 0
@@ -61,7 +63,7 @@ class Silence:
 
     def __init__(self, times: RoundTimes, lines: Mapping[int, int], *, pace: float, gap: int = 0, now: float) -> None:
         self._times, self._pace = times, pace / max(1, len(lines))
-        self._sources = {source: _Source(now, now, now, line) for source, line in lines.items()}
+        self._sources = {source: _Source(now, now, now, line, now) for source, line in lines.items()}
         self._heard = now
         self.longest = times.stall + SAMPLE * len(lines) / times.slowest
         """Seconds of silence that are borne at most."""
@@ -114,10 +116,12 @@ class Silence:
             one.began += stopped
             one.heard, one.came = min(now, one.heard + stopped), min(now, one.came + stopped)
             one.moved += stopped
+            one.since += stopped
             if lines[source] - one.line >= LEAST:
                 one.moved = now
-            if lines[source] - one.line >= LEAST or lines[source] < one.line:  # it may be another connection
-                one.line = lines[source]
+            another, over = lines[source] < one.line, now - one.since >= self._times.quiet
+            if one.moved == now or another or over:  # what keeps a connection alive does not add up to that
+                one.line, one.since = lines[source], now
             if counts[source] > one.count:
                 one.count, one.heard, one.came, self._heard = counts[source], now, now, now
         overdue = [source for source in self._sources if self.overdue(source, now)]
@@ -130,7 +134,11 @@ class Silence:
         if source not in self._sources:
             return False
         # Those on whom a stuck one has an effect in turn should know it in turn, and not when they next ask.
-        return self.silent(source, now) >= self.limit(source, now) or self.nothing(source, now) >= self._believed
+        return self.silent(source, now) >= self.limit(source, now) or self.exhausted(source, now)
+
+    def exhausted(self, source: int, now: float) -> bool:
+        """Whether nothing has come for so long that the source is not believed any more that it waits itself."""
+        return source in self._sources and self.nothing(source, now) >= self._believed
 
     def excuse(self, source: int, now: float) -> None:
         """Nothing can come from the source, because of us."""
@@ -140,7 +148,7 @@ class Silence:
 
     def believe(self, source: int, now: float) -> bool:
         """The source says that it has nothing to send: that excuses it, unless it has said so for too long."""
-        if source in self._sources and self.nothing(source, now) >= self._believed:
+        if self.exhausted(source, now):
             return False
         self._excuse(source, now)
         return True

@@ -103,12 +103,15 @@ class Watch:
             while True:
                 with trio.move_on_at(self._silence.due):
                     await self._done.wait()
+                if self._done.is_set():
                     break
                 for source in self._look():
-                    suspect = self._suspect(source)
-                    if suspect != source and not self._silence.overdue(suspect, trio.current_time()):
+                    suspect, now = self._suspect(source), trio.current_time()
+                    if suspect != source and not self._silence.overdue(suspect, now):
                         continue  # it sends to us, slowly: so it does to others
-                    if suspect not in self._asked:
+                    if self._silence.exhausted(source, now):  # whatever it says, and when
+                        self._blame(source, suspect)
+                    elif suspect not in self._asked:
                         self._asked.add(suspect)
                         nursery.start_soon(self._question, source, suspect)
             nursery.cancel_scope.cancel()
@@ -129,8 +132,12 @@ class Watch:
         if not answered and self._silence.silent(source, now) < self._silence.longest:
             return
         if waits is None or waits > self._longest or not self._silence.believe(source, now):
-            self._stuck = suspect, f"nothing came for {self._silence.nothing(source, now):.3g} s"
-            self._done.set()
+            self._blame(source, suspect)
+
+    def _blame(self, source: int, suspect: int) -> None:
+        seconds = self._silence.nothing(source, trio.current_time())
+        self._stuck = suspect, f"nothing came for {seconds:.3g} s"
+        self._done.set()
 
     def _look(self) -> list[int]:
         now, counts, lines = trio.current_time(), {}, {}

@@ -143,3 +143,17 @@ def test_what_is_wrong_with_a_ticket():
     with pytest.raises(PeerUnreachable, match="none of the"), Swarm.join(ticket, **HERE):
         pass
     assert not any(thread.name == "shoal" for thread in threading.enumerate())
+
+
+def test_a_fault_of_the_swarm_comes_to_light(monkeypatch):
+    from peer import swarm as module
+
+    async def fail(*arguments):
+        await trio.lowlevel.checkpoint()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "_search", fail)
+    with pytest.raises(RoundAborted, match="fault") as caught, Swarm.found("a test", **HERE) as founder:
+        founder.barrier()
+        founder.wait_for(2)
+    assert caught.value.__cause__ is not None

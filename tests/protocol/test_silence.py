@@ -126,3 +126,12 @@ def test_who_can_send_nothing_because_of_us_is_not_to_blame():
         now += found(silence, now, counts)
         silence.excuse(1, now)
     assert silence.believe(1, now)
+
+
+def test_a_trickle_over_the_line_is_no_movement():
+    """Heartbeats add up to `LEAST` bytes in the long run."""
+    silence, now, counts = watched(bytes_each_second=10_000_000, seconds=1)
+    began, line = now, 10**6
+    while not silence.look(counts, {1: line}, now):
+        now, line = now + PERIOD, line + LEAST // 16
+    assert now - began < 2 * TIMES.quiet

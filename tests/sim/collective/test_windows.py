@@ -103,6 +103,36 @@ async def test_who_learns_late_that_its_values_were_in_a_result_does_not_bring_t
         await swarm.rest()
 
 
+async def test_nor_if_it_has_missed_more_results_since(autojump_clock, swarm_of, monkeypatch):
+    """Its line breaks when all have what it brings; when it is back, another operation is over, too."""
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        original = Rounds.all_reduce
+
+        async def broken(rounds, revision, values, weight, **options):
+            reduced = await original(rounds, revision, values, weight, **options)
+            if values[0] == 2.0 and revision == 1:
+                await ahead.wait()
+                raise Behind(other.endpoint.peer_id, 2)
+            return reduced
+
+        ahead = trio.Event()
+        monkeypatch.setattr(Rounds, "all_reduce", broken)
+        found = {}
+
+        async def work(peer, *values):
+            found[peer] = [await reduce(peer, value) for value in values]
+            ahead.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work, one, 2.0)
+            nursery.start_soon(work, other, 4.0, 6.0)
+        assert [told(result) for result in found[one]] == [[(1, 3.0, 2)]]
+        second = await swarm.together(lambda peer: reduce(peer, 8.0))
+        assert told(second[one]) == [(2, 6.0, 1), (3, 8.0, 2)]
+        await swarm.rest()
+
+
 async def test_results_that_nobody_takes_are_kept_up_to_a_limit(autojump_clock, swarm_of, monkeypatch):
     """A peer fetches what it has missed and then finds nobody to reduce with, again and again, under several tags."""
     kept = 5
