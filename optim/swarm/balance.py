@@ -91,9 +91,11 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy) -> Move | No
     target = min(range(stages), key=lambda stage: (rates[stage], stage))
     urgent = not rates[target]
     able = [member for member in there.values() if not member.leaving]
-    staying = [0] * stages
+    # The first of each stage stays, so that a stage is not left by all at once where records differ.
+    keepers: dict[int, PeerId] = {}
     for member in able:
-        staying[member.stage] += member.ready
+        if member.ready:
+            keepers[member.stage] = min(member.peer, keepers.get(member.stage, member.peer))
 
     def after(member: Member) -> float:
         return min(rates[target] + member.rate, rates[member.stage] - member.rate)
@@ -102,7 +104,7 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy) -> Move | No
         member
         for member in able
         if member.stage != target
-        and staying[member.stage] > member.ready
+        and keepers.get(member.stage, member.peer) != member.peer
         and (urgent or (member.settled_for >= policy.rest and after(member) > rates[target] * (1 + policy.gain)))
     ]
     if not donors:

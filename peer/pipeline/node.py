@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
@@ -16,7 +15,7 @@ from optim.swarm.balance import Member, Move, Policy, moves, newcomers_stage, th
 from optim.swarm.ledger import Ledger
 from optim.swarm.payloads import Encoding
 from optim.swarm.server import StageServer
-from optim.swarm.stages import Chain, Stage, cut
+from optim.swarm.stages import Chain, Stage
 from optim.swarm.state import StageState
 from optim.swarm.trainer import Sample
 from optim.swarm.trainer import Settings as TrainerSettings
@@ -25,22 +24,17 @@ from peer.node import Compute
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew, StageRoster
 from peer.pipeline.driver import Driver
-from peer.pipeline.messages import FetchState, Standing, stage_run
+from peer.pipeline.messages import Standing, stage_run
 from peer.pipeline.service import StageService
 from peer.pipeline.settling import Behind, Plan, StageSteps
-from peer.pipeline.tensors import load
-from peer.pipeline.transfer import fetch_tensors
+from peer.pipeline.states import States
 from protocol.channels import ChannelSettings
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
-from protocol.errors import ShoalError
 from protocol.identity import PeerId
 from protocol.mesh import Mesh
 from protocol.operations import AsyncCollective
-
-RETRY = 0.5
-"""Seconds until a state that could not be had is asked for again, unless the standings change earlier."""
 
 ACQUAINTED = 5.0
 """Seconds for which a newcomer waits until all who are there have told it what they do."""
@@ -119,6 +113,7 @@ class PipelineNode:
     crew: Crew = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
+    _states: States = attrs.field(init=False)
     _serving: dict[int, StageService] = attrs.field(factory=dict, init=False)
 
     @crew.default
@@ -132,6 +127,19 @@ class PipelineNode:
     @_copies.default
     def _make_copies(self) -> Copies:
         return Copies(self.endpoint, self.pipeline.run_id, self.pipeline.stages, self.crew, self._courtesy)
+
+    @_states.default
+    def _make_states(self) -> States:
+        return States(
+            self.endpoint,
+            self.pipeline.run_id,
+            crew=self.crew,
+            copies=self._copies,
+            chain=self.pipeline.chain,
+            stages=self.pipeline.stages,
+            compute=self.compute,
+            rng=self.rng,
+        )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves and trains until the last step is made, or until cancelled."""
@@ -211,8 +219,10 @@ class PipelineNode:
     async def _serve_stage(self, number: int) -> Move | None:
         """Serves a stage until the run is over (None), or until we are needed elsewhere more."""
         pipeline, crew, run = self.pipeline, self.crew, stage_run(self.pipeline.run_id, number)
-        crew.announce(stage=number, ready=False, rested=0, counted=0, attempt=0, settled=False, missing=(), rate=0.0)
-        stage = await self.compute(lambda: cut(pipeline.chain(), pipeline.stages)[number])
+        crew.announce(
+            stage=number, ready=False, rested=0, counted=0, attempt=0, settled=False, missing=(), rate=0.0, step=0
+        )
+        stage = await self._states.make(number)
         server = StageServer(
             stage,
             pipeline.optimizer(stage),
@@ -220,11 +230,9 @@ class PipelineNode:
             encoding=pipeline.encoding,
             bounds=self.bounds,
         )
-        state = await self._find_state(number)
+        state = await self._find_state(stage, number)
         if state is None:
             return None
-        server.restore(state)
-        self._live_anew()
         service = StageService(
             self.endpoint,
             run,
@@ -250,6 +258,8 @@ class PipelineNode:
         )
         with self._copies.without(number):
             try:
+                await service.restore(state)
+                self._live_anew()
                 async with trio.open_nursery() as nursery:
                     await nursery.start(service.run)
                     await nursery.start(collective.run)
@@ -276,13 +286,12 @@ class PipelineNode:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_emptiness, urgent, nursery.cancel_scope)
             while not self.pipeline.steps or server.step < self.pipeline.steps:
-                lost = await self._one_step(number, server, steps)
-                if lost is not None:
-                    state = await self._find_state(number, server) if lost < 0 else None
-                    if lost < 0 and state is None:
+                if not await self._one_step(number, server, steps):
+                    self.crew.announce(ready=False)
+                    state = await self._find_state(server.stage, number, await service.snapshot())
+                    if state is None:
                         return None
-                    async with service.paused():
-                        server.skip(lost) if state is None else server.restore(state)
+                    await service.restore(state)
                     self._live_anew()
                 steps.tell()
                 move = await self._own_move(number, server.step)
@@ -298,30 +307,23 @@ class PipelineNode:
             nursery.cancel_scope.cancel()
         return urgent[0] if urgent else None
 
-    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> int | None:
-        """Makes a step.
-
-        Returns:
-            None if it is made; -1 if our stage has made it without us, so that we need its state; else the step at
-            which to go on, as our stage has lost what it had settled.
-        """
-        followed: list[int] = []
+    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> bool:
+        """Makes a step. False if it is made already, by others of our stage, or is lost with them."""
+        lost: list[int] = []
+        behind = False
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_for_loss, number, server, followed, nursery.cancel_scope)
+                nursery.start_soon(self._watch_for_loss, number, server, lost, nursery.cancel_scope)
                 await steps.step()
                 nursery.cancel_scope.cancel()
         except* Behind:
-            self.crew.announce(ready=False)
-            followed.append(-1)
-        if followed and followed[0] > 0:
-            self.events.emit("stage_lost", stage=number, step=followed[0])
-        return followed[0] if followed else None
+            behind = True
+        if lost:
+            self.events.emit("stage_lost", stage=number, step=lost[0])
+        return not (lost or behind)
 
     async def _save(self, number: int, service: StageService) -> None:
-        async with service.paused() as server:
-            state = await self.compute(server.snapshot)
-        await self.compute(self.save, number, state)
+        await self.compute(self.save, number, await service.snapshot())
 
     async def _own_move(self, number: int, step: int) -> Move | None:
         """Where we are needed more, now that a step is made. Others of our stage have to have made it, too."""
@@ -360,7 +362,7 @@ class PipelineNode:
                 return
 
     async def _watch_for_loss(
-        self, number: int, server: StageServer, followed: list[int], scope: trio.CancelScope
+        self, number: int, server: StageServer, found: list[int], scope: trio.CancelScope
     ) -> None:
         """Ends the block if other stages are ahead of ours and nobody of ours knows how: the step is lost for us."""
 
@@ -375,7 +377,7 @@ class PipelineNode:
             await self.crew.until(lambda: lost() is not None)
             await trio.sleep(LOST)
             if (step := lost()) is not None:
-                followed.append(step)
+                found.append(step)
                 scope.cancel()
                 return
 
@@ -386,48 +388,16 @@ class PipelineNode:
                 lambda: all(each.step >= step for each in self.crew.standings.values() if each.stage is not None)
             )
 
-    async def _find_state(self, number: int, server: StageServer | None = None) -> StageState | None:
-        """The state of a stage that we are to serve: from another server, from a copy, or the first one.
-
-        What `server` has is better than nothing if all others of its stage are gone. None if the run is over meanwhile.
-        """
+    async def _find_state(self, stage: Stage, number: int, old: StageState | None = None) -> StageState | None:
+        """The state of a stage that we are to serve; None if the run is over meanwhile."""
         began, received = trio.current_time(), self.endpoint.bytes_received
-        while True:
-            changed = self.crew.changed
-            state = await self._state(number)
-            if state is None and server is not None and trio.current_time() > began + LOST:
-                state = attrs.evolve(await self.compute(server.snapshot), step=self.crew.furthest, mean=None)
-            if state is not None:
-                break
-            if self._is_over():
-                return None
-            with trio.move_on_after(RETRY):
-                await changed.wait()
-        self.events.emit(
-            "synced",
-            stage=number,
-            step=state.step,
-            seconds=trio.current_time() - began,
-            bytes=self.endpoint.bytes_received - received,
-        )
+        state = await self._states.find(stage, number, over=self._is_over, old=old)
+        if state is not None:
+            self.events.emit(
+                "synced",
+                stage=number,
+                step=state.step,
+                seconds=trio.current_time() - began,
+                bytes=self.endpoint.bytes_received - received,
+            )
         return state
-
-    async def _state(self, number: int) -> StageState | None:
-        request = FetchState(stage_run(self.pipeline.run_id, number))
-        others = [peer for peer in self.crew.servers(number) if peer != self.crew.peer]
-        self.rng.shuffle(others)
-        for peer in others:
-            with contextlib.suppress(ShoalError):
-                step, data = await fetch_tensors(self.endpoint, peer, request)
-                return await self.compute(partial(load, data, step))
-        if others:
-            return None
-        if not self.crew.furthest:  # nobody has made a step yet
-            return await self.compute(self._first_state, number)
-        copy = await self._copies.find(number)
-        return None if copy is None else attrs.evolve(copy, step=self.crew.furthest, mean=None)
-
-    def _first_state(self, number: int) -> StageState:
-        chain = self.pipeline.chain()
-        stage = cut(chain, self.pipeline.stages)[number]
-        return StageState(0, stage.state(), {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -13,6 +13,7 @@ import trio
 
 from optim.swarm.messages import Answer, Request, Withdraw
 from optim.swarm.server import Batch, StageServer
+from optim.swarm.state import StageState
 from peer.node import Compute
 from peer.pipeline.messages import (
     Ask,
@@ -87,7 +88,7 @@ class StageService:
         self._compute, self._courtesy, self._changed = compute, courtesy, changed
         self._arrived = trio.Event()
         self._lock = trio.Lock()
-        self._tied: dict[int, bytes] = {}
+        self._tied: dict[int, Mapping[str, torch.Tensor]] = {}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Computes what is asked for, in batches, until cancelled; who waits then is refused."""
@@ -128,10 +129,22 @@ class StageService:
         self._arrived.set()
         self._arrived = trio.Event()
 
-    def keep_tied(self, step: int, gradients: dict[str, torch.Tensor]) -> None:
-        """Keeps our part of the gradients of what several stages use, for those stages."""
-        self._tied[step] = dump_tensors(gradients)
-        self._tied = {number: data for number, data in self._tied.items() if number > step - TIED_STEPS}
+    def keep_tied(self, gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Keeps our part of the gradients of what several stages use, by step, for those stages."""
+        kept = {**self._tied, **gradients}
+        self._tied = {step: named for step, named in kept.items() if step > max(kept) - TIED_STEPS}
+
+    async def snapshot(self) -> StageState:
+        """A copy of the stage's state."""
+        async with self.paused() as server:
+            state = await self._compute(server.snapshot)
+            return attrs.evolve(state, tied=self._tied)
+
+    async def restore(self, state: StageState) -> None:
+        """Goes on from a state."""
+        async with self.paused() as server:
+            await self._compute(server.restore, state)
+            self.keep_tied(state.tied)
 
     async def _work(self, batch: Batch) -> None:
         began = trio.current_time()
@@ -194,8 +207,7 @@ class StageService:
 
     async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
         self._check(stream)
-        async with self.paused() as server:
-            state = await self._compute(server.snapshot)
+        state = await self.snapshot()
         data = await self._compute(partial(dump, state))
         await send_tensors(stream, state.step, data, self._courtesy)
 
@@ -203,7 +215,7 @@ class StageService:
         self._check(stream)
         if request.step not in self._tied:
             raise RequestRefused(f"step {request.step} is not settled here, or long over", code="unsettled")
-        await send_tensors(stream, request.step, self._tied[request.step], self._courtesy)
+        await send_tensors(stream, request.step, dump_tensors(self._tied[request.step]), self._courtesy)
 
 
 async def send_tensors(stream: Stream, step: int, data: bytes, courtesy: Courtesy) -> None:

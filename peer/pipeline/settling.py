@@ -147,7 +147,7 @@ class StageSteps:
                 if _is_exact(reduced, settlement):
                     server.settled(reduced.mean)
                     if server.stage.tied:
-                        self._service.keep_tied(server.step, server.tied_gradients())
+                        self._service.keep_tied({server.step: server.tied_gradients()})
                     self._settlement = settlement
                     return
                 missing = settlement.among(reduced.contributors).missing
