@@ -91,11 +91,9 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy) -> Move | No
     target = min(range(stages), key=lambda stage: (rates[stage], stage))
     urgent = not rates[target]
     able = [member for member in there.values() if not member.leaving]
-    # The first of each stage stays, so that a stage is not left by all at once where records differ.
-    keepers: dict[int, PeerId] = {}
+    staying = [0] * stages
     for member in able:
-        if member.ready:
-            keepers[member.stage] = min(member.peer, keepers.get(member.stage, member.peer))
+        staying[member.stage] += member.ready
 
     def after(member: Member) -> float:
         return min(rates[target] + member.rate, rates[member.stage] - member.rate)
@@ -104,7 +102,7 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy) -> Move | No
         member
         for member in able
         if member.stage != target
-        and keepers.get(member.stage, member.peer) != member.peer
+        and staying[member.stage] > member.ready
         and (urgent or (member.settled_for >= policy.rest and after(member) > rates[target] * (1 + policy.gain)))
     ]
     if not donors:

@@ -36,6 +36,7 @@ class Crew:
         self.furthest = 0
         """The last step that anybody has been at, as far as we know."""
         self._announced = trio.Event()
+        self._heard_by: dict[PeerId, int] = {}  # which of our standings they have
         self.changed = trio.Event()
         """Set, and replaced, when a standing changes, ours included, or somebody comes or goes."""
 
@@ -74,6 +75,11 @@ class Crew:
             self._announced.set()
             self._announced = trio.Event()
             self.notify()
+
+    def is_known(self, number: int) -> bool:
+        """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it."""
+        others = set(self._mesh.members) - {self.peer}
+        return all(self._heard_by.get(peer, -1) >= number for peer in others)
 
     def notify(self) -> None:
         """Wakes up those who wait for changes."""
@@ -117,10 +123,11 @@ class Crew:
                 except ShoalError:
                     await trio.sleep(RETRY)
                     continue
-                number = current.number
+                number = self._heard_by[peer] = current.number
                 self._hear(peer, welcome.standing)
         finally:
             told.discard(peer)
+            self._heard_by.pop(peer, None)
 
     async def _on_hello(self, hello: Hello, stream: Stream) -> Welcome:
         if not self._mesh.knows(stream.peer):

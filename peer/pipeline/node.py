@@ -219,9 +219,12 @@ class PipelineNode:
     async def _serve_stage(self, number: int) -> Move | None:
         """Serves a stage until the run is over (None), or until we are needed elsewhere more."""
         pipeline, crew, run = self.pipeline, self.crew, stage_run(self.pipeline.run_id, number)
-        crew.announce(
-            stage=number, ready=False, rested=0, counted=0, attempt=0, settled=False, missing=(), rate=0.0, step=0
+        # All that it said of the stage before is over; what counts anew, and what it has of others, goes on.
+        own = crew.own
+        blank = Standing(
+            trains_from=own.trains_from, stage=number, life=own.life, leaving=own.leaving, copies=own.copies
         )
+        crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number), recurse=False))
         stage = await self._states.make(number)
         server = StageServer(
             stage,
@@ -332,15 +335,44 @@ class PipelineNode:
             servers = self.crew.servers(number)
             return any(each.step >= step for peer, each in servers.items() if peer != self.crew.peer)
 
-        move = next((move for move in self._moves() if move.peer == self.crew.peer), None)
+        move = self._wanted_move()
         if move is None or step == self.pipeline.steps:
             return None
         with trio.move_on_after(EMPTY):
             await self.crew.until(are_there)
-        return move if are_there() else None
+        return move if are_there() and await self._may_move(move, urgent=False) else None
 
-    def _moves(self) -> list[Move]:
-        return moves(self._members(), self.pipeline.stages, self.pipeline.balance)
+    def _wanted_move(self) -> Move | None:
+        found = moves(self._members(), self.pipeline.stages, self.pipeline.balance)
+        return next((move for move in found if move.peer == self.crew.peer), None)
+
+    async def _may_move(self, move: Move, *, urgent: bool) -> bool:
+        """Says that we are about to move. False if somebody else has said so, or it has become needless.
+
+        Records differ for a while, and then several may find that it is for them to move. Whoever says so has to have
+        been heard by all before it moves: then of two that say so, one has heard the other, or both have.
+        """
+        crew = self.crew
+
+        def rivals() -> list[PeerId]:
+            claims = {peer: each for peer, each in crew.standings.items() if each.moving is not None}
+            return [
+                peer
+                for peer, each in sorted(claims.items())
+                if len(claims) > self.pipeline.balance.most or each.stage == move.source or each.moving == move.target
+            ]
+
+        if set(rivals()) - {crew.peer}:
+            return False
+        crew.announce(moving=move.target)
+        number = crew.own.number
+        with trio.move_on_after(EMPTY):
+            await crew.until(lambda: crew.is_known(number))
+        known = crew.is_known(number) or urgent
+        if known and rivals()[0] == crew.peer and self._wanted_move() == move:
+            return True
+        crew.announce(moving=None)
+        return False
 
     async def _watch_for_emptiness(self, urgent: list[Move], scope: trio.CancelScope) -> None:
         """Ends the block if a stage has lost all its servers, and it is for us to go there."""
@@ -350,13 +382,13 @@ class PipelineNode:
             rates = throughputs(members, self.pipeline.stages)
             if all(rates):
                 return None
-            own = [move for move in self._moves() if move.peer == self.crew.peer and not rates[move.target]]
-            return own[0] if own else None
+            own = self._wanted_move()
+            return own if own is not None and not rates[own.target] else None
 
         while True:
             await self.crew.until(lambda: called() is not None)
             await trio.sleep(EMPTY)
-            if (move := called()) is not None:
+            if (move := called()) is not None and await self._may_move(move, urgent=True):
                 urgent.append(move)
                 scope.cancel()
                 return
