@@ -21,6 +21,7 @@ from optim.swarm.trainer import Sample
 from optim.swarm.trainer import Settings as TrainerSettings
 from peer.events import EventLog
 from peer.node import Compute
+from peer.pipeline.audit import ledgers_told
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew, StageRoster
 from peer.pipeline.driver import Driver
@@ -257,7 +258,7 @@ class PipelineNode:
             endpoint=self.endpoint,
             compute=self.compute,
             rate=pipeline.rate,
-            on_step=partial(self._tell_step, number),
+            tell_event=partial(self._tell_settled, number),
         )
         with self._copies.without(number):
             try:
@@ -277,11 +278,8 @@ class PipelineNode:
     def _live_anew(self) -> None:
         self.crew.announce(life=self.crew.own.life + 1)
 
-    def _tell_step(self, stage: int, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
-        counted = {
-            str(peer): {str(number): samples for number, samples in ledger.items()} for peer, ledger in ledgers.items()
-        }
-        self.events.emit("stage_step", stage=stage, step=step, ledgers=counted)
+    def _tell_settled(self, stage: int, event: str, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
+        self.events.emit(event, stage=stage, step=step, ledgers=ledgers_told(ledgers))
 
     async def _steps(self, number: int, service: StageService, steps: StageSteps) -> Move | None:
         """Makes steps until there is a reason not to."""
@@ -426,7 +424,7 @@ class PipelineNode:
         state = await self._states.find(stage, number, over=self._is_over, old=old)
         if state is not None:
             self.events.emit(
-                "synced",
+                "stage_synced",
                 stage=number,
                 step=state.step,
                 seconds=trio.current_time() - began,
