@@ -419,6 +419,7 @@ def _run_node(
             ticket=ticket,
             wait_for=wait_for,
             linger=node.linger,
+            serve=node.serve,
         )
         status_file = StatusFile(home.status, events, str(home.identity.peer_id))
         console = Console(lambda: status_file.status, live=sys.stderr.isatty(), quiet=node.quiet)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import trio
@@ -12,11 +12,22 @@ from peer.pipeline.messages import Hello, Standing, Welcome
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import PeerId
-from protocol.mesh import Mesh
+from protocol.roster import Roster
 from protocol.stream import Stream
 
 RETRY = 0.5
 """Seconds until a member that did not hear us is told again."""
+
+
+class Members(Roster, Protocol):
+    """Who is there."""
+
+    @property
+    def members(self) -> Collection[PeerId]:
+        """All who are connected and take part in the run, ourselves included."""
+
+    async def changes(self) -> None:
+        """Returns when somebody has come or gone after this call, or may have."""
 
 
 class Crew:
@@ -29,7 +40,7 @@ class Crew:
         standing: Ours, to begin with.
     """
 
-    def __init__(self, endpoint: Endpoint, run_id: bytes, mesh: Mesh, standing: Standing) -> None:
+    def __init__(self, endpoint: Endpoint, run_id: bytes, mesh: Members, standing: Standing) -> None:
         self._endpoint, self._run, self._mesh = endpoint, run_id, mesh
         self.own = standing
         self._others: dict[PeerId, Standing] = {}
@@ -146,7 +157,7 @@ class Crew:
 class StageRoster:
     """The servers of our stage, for the operations among them. Implements `protocol.roster.Roster`."""
 
-    def __init__(self, crew: Crew, mesh: Mesh, stage: int) -> None:
+    def __init__(self, crew: Crew, mesh: Members, stage: int) -> None:
         self._crew, self._mesh, self._stage = crew, mesh, stage
 
     def partners(self) -> Collection[PeerId]:

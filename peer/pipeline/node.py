@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from random import Random
 
@@ -23,7 +23,7 @@ from peer.events import EventLog
 from peer.node import Compute
 from peer.pipeline.audit import ledgers_told
 from peer.pipeline.copies import Copies
-from peer.pipeline.crew import Crew, StageRoster
+from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
 from peer.pipeline.messages import Standing, stage_run
 from peer.pipeline.service import StageService
@@ -34,7 +34,6 @@ from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.identity import PeerId
-from protocol.mesh import Mesh
 from protocol.operations import AsyncCollective
 
 ACQUAINTED = 5.0
@@ -53,7 +52,8 @@ class Pipeline:
 
     Args:
         run_id: 32 bytes.
-        chain: Makes the model with its first values, always the same.
+        chain: Makes the model, always the same.
+        initial: Its first values, by name; None: those that `chain` gives it.
         stages: Into how many stages it is cut.
         microbatches: Of a step.
         sample: The contents of microbatch (step, number).
@@ -68,6 +68,7 @@ class Pipeline:
 
     run_id: bytes
     chain: Callable[[], Chain]
+    initial: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     stages: int
     microbatches: int
     sample: Callable[[int, int], Sample]
@@ -97,11 +98,13 @@ class PipelineNode:
         bounds: What its server keeps and does at a time.
         trainer: How its trainer goes about it.
         save: Keeps a stage's state, now and then and at the end; called by way of `compute`.
+        saved: What it has kept last of a stage, in an earlier life; called in the same way.
+        device: Where the stage is.
     """
 
     pipeline: Pipeline
     endpoint: Endpoint
-    mesh: Mesh
+    mesh: Members
     events: EventLog
     compute: Compute
     rng: Random
@@ -111,6 +114,8 @@ class PipelineNode:
     bounds: Bounds = attrs.field(factory=Bounds)
     trainer: TrainerSettings = attrs.field(factory=TrainerSettings)
     save: Callable[[int, StageState], None] = lambda stage, state: None
+    saved: Callable[[int], StageState | None] = lambda stage: None
+    device: str = "cpu"
     crew: Crew = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
@@ -137,6 +142,8 @@ class PipelineNode:
             crew=self.crew,
             copies=self._copies,
             chain=self.pipeline.chain,
+            initial=self.pipeline.initial,
+            device=self.device,
             stages=self.pipeline.stages,
             compute=self.compute,
             rng=self.rng,
@@ -225,7 +232,9 @@ class PipelineNode:
         blank = Standing(
             trains_from=own.trains_from, stage=number, life=own.life, leaving=own.leaving, copies=own.copies
         )
-        crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number), recurse=False))
+        old = await self.compute(self.saved, number)
+        step = 0 if old is None else old.step
+        crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number, step=step), recurse=False))
         stage = await self._states.make(number)
         server = StageServer(
             stage,
@@ -234,7 +243,7 @@ class PipelineNode:
             encoding=pipeline.encoding,
             bounds=self.bounds,
         )
-        state = await self._find_state(stage, number)
+        state = await self._find_state(stage, number, old)
         if state is None:
             return None
         service = StageService(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from random import Random
 
@@ -38,7 +38,9 @@ class States:
         run_id: 32 bytes.
         crew: Who does what.
         copies: Those that peers keep of other stages.
-        chain: Makes the model with its first values.
+        chain: Makes the model.
+        initial: Its first values, by name; None: those that it has.
+        device: Where stages are to be.
         stages: How many it has.
         compute: Runs what takes long.
         rng: Spreads load.
@@ -52,19 +54,29 @@ class States:
         crew: Crew,
         copies: Copies,
         chain: Callable[[], Chain],
+        initial: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+        device: str,
         stages: int,
         compute: Compute,
         rng: Random,
     ) -> None:
         self._endpoint, self._run, self._crew, self._copies = endpoint, run_id, crew, copies
         self._chain, self._stages, self._compute, self._rng = chain, stages, compute, rng
+        self._initial, self._device = initial, device
         self._tied: dict[int, Mapping[str, str]] = {}
 
     async def make(self, number: int) -> Stage:
         """A stage with its first values."""
-        every = await self._compute(lambda: cut(self._chain(), self._stages))
+        return await self._compute(self._make, number)
+
+    def _make(self, number: int) -> Stage:
+        every = cut(self._chain(), self._stages)
         self._tied = {other: stage.tied for other, stage in enumerate(every) if stage.tied}
-        return every[number]
+        stage = every[number]
+        if self._initial is not None:
+            names = stage.model.state_dict().keys()
+            stage.load({name: values for name, values in self._initial() if name in names})
+        return stage.to(self._device)
 
     async def find(
         self, stage: Stage, number: int, *, over: Callable[[], bool], old: StageState | None = None
@@ -106,7 +118,8 @@ class States:
         return revived if number == min(self._tied) else None  # the others follow the first, if all are lost
 
     async def _look(self, number: int, stage: Stage, old: StageState | None, *, patient: bool) -> StageState | None:
-        if self._others(number):
+        newest = max((self._crew.standings[peer].step for peer in self._others(number)), default=-1)
+        if newest >= (0 if old is None else old.step):
             return await self._fetch(number)
         if not self._crew.furthest and old is None:  # nobody has made a step yet
             return StageState(0, stage.state(), {})
