@@ -227,13 +227,13 @@ class PipelineNode:
     async def _serve_stage(self, number: int) -> Move | None:
         """Serves a stage until the run is over (None), or until we are needed elsewhere more."""
         pipeline, crew, run = self.pipeline, self.crew, stage_run(self.pipeline.run_id, number)
+        old = await self.compute(self.saved, number)
+        step = 0 if old is None else old.step
         # All that it said of the stage before is over; what counts anew, and what it has of others, goes on.
         own = crew.own
         blank = Standing(
             trains_from=own.trains_from, stage=number, life=own.life, leaving=own.leaving, copies=own.copies
         )
-        old = await self.compute(self.saved, number)
-        step = 0 if old is None else old.step
         crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number, step=step), recurse=False))
         stage = await self._states.make(number)
         server = StageServer(
