@@ -281,6 +281,24 @@ def ticket(
     print(json.dumps({"ticket": own.encode()}) if as_json else own.encode())
 
 
+@command("shoal export other-home another-home --home mine")
+def export(
+    options: HomeOptions,
+    homes: Annotated[
+        list[Path] | None, typer.Argument(metavar="HOME...", help="Homes of peers of other stages.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
+) -> None:
+    """Put a model together whose stages are at different peers, as a checkpoint in this home."""
+    from peer.home import Home
+
+    home = Home(options.path, create=False)
+    from peer.pipeline.files import export_model
+
+    path = export_model(home, [Home(each, create=False) for each in homes or ()])
+    print(json.dumps({"checkpoint": str(path)}) if as_json else f"wrote {path}")
+
+
 @command('shoal sample --prompt "def main" --length 300')
 def sample(
     options: HomeOptions,

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from optim import FlatParameters, OuterState
 from optim.swarm.state import StageState, whole_state
+from peer.algorithm import PIPELINE
 from peer.chain import Header
 from peer.checkpoint import Checkpoint, CheckpointError
+from peer.checkpoint import save as save_checkpoint
 from peer.history import History
-from peer.home import write_atomically
-from peer.manifest import Manifest
+from peer.home import Home, HomeError, write_atomically
+from peer.manifest import Manifest, kept_manifest
 from peer.model import Transformer
 from peer.pipeline.tensors import dump, load
 from peer.state import CommittedState
@@ -71,6 +73,26 @@ class StageFiles:
             return []
         matches = [_NAME.fullmatch(path.name) for path in self._directory.iterdir()]
         return [(int(match[1]), int(match[2])) for match in matches if match]
+
+
+def export_model(home: Home, others: Iterable[Home]) -> Path:
+    """Writes the whole model as a checkpoint into a home, from its files and those of others.
+
+    Raises:
+        CheckpointError: They do not make a whole model.
+        HomeError: A home is of another run, or of none.
+    """
+    manifest = kept_manifest(home)
+    if manifest is None or manifest.settings.algorithm.name != PIPELINE:
+        raise HomeError(f"{home.path} is not the home of a peer of a run of stages")
+    directories = [home.checkpoints]
+    for other in others:
+        if kept_manifest(other, manifest.run_id) is None:
+            raise HomeError(f"{other.path} is not the home of a peer of this run")
+        directories.append(other.checkpoints)
+    stages = manifest.settings.algorithm["stages"]
+    assert isinstance(stages, int)
+    return save_checkpoint(home.checkpoints, *assemble(manifest, directories, stages))
 
 
 def assemble(manifest: Manifest, directories: Iterable[Path], stages: int) -> tuple[Checkpoint, FlatParameters]:

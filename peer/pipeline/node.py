@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from random import Random
 
@@ -59,6 +59,7 @@ class Pipeline:
         sample: The contents of microbatch (step, number).
         optimizer: Makes the optimizer of a stage.
         rate: The learning rate of a step.
+        tokens: Of a sample.
         steps: After which it ends; 0: never.
         encoding: How activations and their gradients look on the wire.
         balance: When peers move between stages; `rest` is in steps.
@@ -74,6 +75,7 @@ class Pipeline:
     sample: Callable[[int, int], Sample]
     optimizer: Callable[[Stage], torch.optim.Optimizer]
     rate: Callable[[int], float]
+    tokens: int = 1
     steps: int = 0
     encoding: Encoding = "fp32"
     balance: Policy = attrs.field(factory=lambda: Policy(gain=0.1, rest=20, most=1))
@@ -81,7 +83,7 @@ class Pipeline:
     times: RoundTimes = attrs.field(factory=lambda: RoundTimes(grace=2.0))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True, eq=False)
 class PipelineNode:
     """Takes part in a pipeline until its steps are over.
 
@@ -120,6 +122,7 @@ class PipelineNode:
     _courtesy: Courtesy = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
     _states: States = attrs.field(init=False)
+    _told_at: float = attrs.field(default=0.0, init=False)
     _serving: dict[int, StageService] = attrs.field(factory=dict, init=False)
 
     @crew.default
@@ -179,12 +182,16 @@ class PipelineNode:
             settings=self.trainer,
             on_losses=self._tell_losses,
         )
-        step = self.crew.furthest
+        step, self._told_at = self.crew.furthest, trio.current_time()
         self.crew.announce(trains_from=step + 1 if step else 0)
         await driver.run()
 
     def _tell_losses(self, step: int, losses: list[float]) -> None:
-        self.events.emit("inner", step=step, loss=sum(losses) / len(losses), samples=len(losses))
+        now, tokens = trio.current_time(), len(losses) * self.pipeline.tokens
+        speed = tokens / (now - self._told_at) if now > self._told_at else None
+        self._told_at = now
+        loss = sum(losses) / len(losses)
+        self.events.emit("inner", step=step, loss=loss, samples=len(losses), tokens=tokens, tokens_per_second=speed)
 
     def _ready(self) -> dict[PeerId, Standing]:
         return {peer: each for peer, each in self.crew.standings.items() if each.ready and peer != self.crew.peer}
@@ -197,15 +204,38 @@ class PipelineNode:
     async def _serve(self) -> None:
         stage = self.stage
         if stage is None:
-            with trio.move_on_after(ACQUAINTED):
-                await self.crew.until(lambda: len(self.crew.standings) == len(self.mesh.members))
-            stage = newcomers_stage(self._members(), self.pipeline.stages)
+            stage = await self._choose_stage()
         while True:
             move = await self._serve_stage(stage)
             if move is None:
                 return
             self.events.emit("moved", source=move.source, target=move.target)
             stage = move.target
+
+    async def _choose_stage(self) -> int:
+        """Where a newcomer is needed most. Of several that come at once, those that come first by name choose first."""
+        crew = self.crew
+        with trio.move_on_after(ACQUAINTED):
+            await crew.until(lambda: len(crew.standings) == len(self.mesh.members))
+        everybody = frozenset(crew.standings)
+        while True:
+            stage = self._neediest(everybody)
+            crew.announce(stage=stage)
+            number = crew.own.number
+            with trio.move_on_after(EMPTY):
+                await crew.until(lambda: crew.is_known(number))
+            everybody = frozenset(crew.standings)
+            first = {peer for peer, each in crew.standings.items() if each.ready or peer < crew.peer}
+            if self._neediest(first) == stage:
+                return stage
+
+    def _neediest(self, peers: Collection[PeerId]) -> int:
+        """The slowest stage, as far as these peers serve it; first those that have fewer than two servers."""
+        members = [member for member in self._members() if member.peer in peers and member.peer != self.crew.peer]
+        counts = [sum(member.stage == stage for member in members) for stage in range(self.pipeline.stages)]
+        if min(counts) < 2:
+            return counts.index(min(counts))
+        return newcomers_stage(members, self.pipeline.stages)
 
     def _members(self) -> list[Member]:
         """What balancing goes by. Who fetches a stage's state counts as its server: help is on its way."""
@@ -254,6 +284,7 @@ class PipelineNode:
             compute=self.compute,
             courtesy=self._courtesy,
             changed=lambda: steps.tell(),
+            began=partial(self._tell_pass, number),
         )
         roster = StageRoster(crew, self.mesh, number)
         settings = ChannelSettings(times=pipeline.times, report=self.events.report, courtesy=self._courtesy)
@@ -286,6 +317,9 @@ class PipelineNode:
 
     def _live_anew(self) -> None:
         self.crew.announce(life=self.crew.own.life + 1)
+
+    def _tell_pass(self, stage: int, kind: str, step: int) -> None:
+        self.events.emit("stage_pass", stage=stage, kind=kind, step=step)
 
     def _tell_settled(self, stage: int, event: str, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
         self.events.emit(event, stage=stage, step=step, ledgers=ledgers_told(ledgers))

@@ -59,6 +59,7 @@ def make_pipeline(settings: Settings, run_id: bytes, corpus: Corpus) -> Pipeline
         sample=sample,
         optimizer=partial(stage_optimizer, settings.inner),
         rate=Schedule(settings, settings.algorithm.recipe()).rate,
+        tokens=model.context,
         steps=settings.run.rounds,
         encoding=cast("Encoding", settings.algorithm["activations"]),
         save_every=SAVE_EVERY,

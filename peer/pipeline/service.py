@@ -68,6 +68,7 @@ class StageService:
         compute: Runs what takes long.
         courtesy: Lets operations go before states that are sent.
         changed: Called when the ledger has changed.
+        began: Told of the first batch of each kind in a step, before it is computed.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class StageService:
         compute: Compute,
         courtesy: Courtesy,
         changed: Callable[[], None],
+        began: Callable[[str, int], None],
     ) -> None:
         self.server = server
         self.rate = 0.0
         """Samples per second, forwards and backwards, as measured."""
         self._endpoint, self._run, self._admits = endpoint, run_id, admits
         self._compute, self._courtesy, self._changed = compute, courtesy, changed
+        self._began, self._begun = began, set[tuple[str, int]]()
         self._arrived = trio.Event()
         self._lock = trio.Lock()
         self._tied: dict[int, Mapping[str, torch.Tensor]] = {}
@@ -148,6 +151,7 @@ class StageService:
 
     async def _work(self, batch: Batch) -> None:
         began = trio.current_time()
+        self._tell_begin(batch)
         answers: list[Answer] | None = None
         problem: ShoalError | None = None
         try:
@@ -166,6 +170,12 @@ class StageService:
                 _waiting(each.ticket).fail(problem)
         if batch.counts:
             self._changed()
+
+    def _tell_begin(self, batch: Batch) -> None:
+        kind, step = batch.requests[0].kind, self.server.step
+        if (kind, step) not in self._begun:
+            self._begun = {each for each in self._begun if each[1] == step} | {(kind, step)}
+            self._began(kind, step)
 
     def _measure(self, batch: Batch, seconds: float) -> None:
         work = sum(PASSES.get(request.kind, 0.0) * request.samples for request in batch.requests)
