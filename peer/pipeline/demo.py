@@ -154,7 +154,7 @@ class _Play:
             for child in self._children:
                 child.terminate()
             with trio.move_on_after(STOP, shield=True):
-                while any(child.running for child in self._children):
+                while any(child.running for child in self._children):  # noqa: ASYNC110 - other processes
                     await trio.sleep(POLL)
             for child in self._children:
                 child.kill()
@@ -171,7 +171,8 @@ class _Play:
         self._say(f"{options.peers} peers, {options.stages} stages, {options.steps} steps")
         await self._until(lambda: self._steps() >= FIRST)
         await self._kill_in("forward", range(options.stages - 1))
-        await self._until(lambda after=self._steps(): self._steps() >= after + FIRST)
+        made = self._steps()
+        await self._until(lambda: self._steps() >= made + FIRST)
         stage = await self._kill_in("backward", range(options.stages))
         while len(servers := self._servers(stage)) > 1:
             self._kill(next(child for child in servers if child is not founder), f"as stage {stage} is emptied")

@@ -221,9 +221,8 @@ class PipelineNode:
         while True:
             stage = self._neediest(everybody)
             crew.announce(stage=stage)
-            number = crew.own.number
             with trio.move_on_after(EMPTY):
-                await crew.until(lambda: crew.is_known(number))
+                await crew.until(partial(crew.is_known, crew.own.number))
             everybody = frozenset(crew.standings)
             first = {peer for peer, each in crew.standings.items() if each.ready or peer < crew.peer}
             if self._neediest(first) == stage:
