@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 
 from optim.methods import GRADIENT_RECIPES, RECIPES
 from optim.mixers import RingMean
+from optim.outers import Nesterov
+from optim.policies import FixedSteps
 from optim.radial import RadialMean
 from optim.recipe import Recipe
 from protocol.collective import Window
 
 Constant: TypeAlias = bool | int | float | str
+
+PIPELINE: Final = "swarm"
+"""The method that cuts the model into stages."""
+
+
+def swarm(*, stages: int = 4, microbatches: int = 32, activations: Literal["fp32", "bf16", "int8"] = "int8") -> Recipe:
+    """SWARM (arXiv 2301.11913): the model in stages at different peers, see `peer.pipeline`.
+
+    As a recipe it says no more than that each step is a round of its own.
+    """
+    if not 1 <= stages <= 1024:
+        raise ValueError("'stages' must be between 1 and 1024")
+    if not 1 <= microbatches <= 4096:
+        raise ValueError("'microbatches' must be between 1 and 4096")
+    return Recipe(policy=FixedSteps(1), outer=Nesterov(lr=1.0, momentum=0.0))
+
+
+METHODS: Final[Mapping[str, Callable[..., Recipe]]] = {**RECIPES, PIPELINE: swarm}
+"""All that a daemon can carry out."""
 
 _DEFAULTS: Final[Mapping[str, Mapping[str, Constant]]] = {"diloco": {"inner_steps": 50}}
 """Where runs of small models start from something else than the recipe does."""
@@ -38,7 +59,7 @@ class AlgorithmSettings:
     """By name, in the recipe's order."""
 
     def __init__(self, name: str = "diloco", **constants: Constant) -> None:
-        if name not in RECIPES:
+        if name not in METHODS:
             raise ValueError(f"there is no recipe {name!r}")
         values = defaults(name)
         if unknown := constants.keys() - values:
@@ -62,18 +83,18 @@ class AlgorithmSettings:
         Raises:
             SettingsError, ValueError, TypeError: The constants cannot work.
         """
-        return RECIPES[self.name](**dict(self.constants))
+        return METHODS[self.name](**dict(self.constants))
 
 
 def defaults(name: str) -> dict[str, Constant]:
     """All constants of a recipe, with their defaults."""
-    parameters = inspect.signature(RECIPES[name]).parameters
+    parameters = inspect.signature(METHODS[name]).parameters
     return {key: parameter.default for key, parameter in parameters.items()} | dict(_DEFAULTS.get(name, {}))
 
 
 def types_of(name: str) -> dict[str, Any]:
     """The types of a recipe's constants."""
-    hints = typing.get_type_hints(RECIPES[name])
+    hints = typing.get_type_hints(METHODS[name])
     return {key: hint for key, hint in hints.items() if key != "return"}
 
 
@@ -89,7 +110,7 @@ def check_bounds(key: str, value: object) -> None:
 
 
 def names() -> list[str]:
-    """The recipes that the daemon can carry out."""
+    """The recipes that the daemon can carry out in rounds."""
     return list(RECIPES)
 
 

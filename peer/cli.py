@@ -281,6 +281,24 @@ def ticket(
     print(json.dumps({"ticket": own.encode()}) if as_json else own.encode())
 
 
+@command("shoal export other-home another-home --home mine")
+def export(
+    options: HomeOptions,
+    homes: Annotated[
+        list[Path] | None, typer.Argument(metavar="HOME...", help="Homes of peers of other stages.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
+) -> None:
+    """Put a model together whose stages are at different peers, as a checkpoint in this home."""
+    from peer.home import Home
+
+    home = Home(options.path, create=False)
+    from peer.pipeline.files import export_model
+
+    path = export_model(home, [Home(each, create=False) for each in homes or ()])
+    print(json.dumps({"checkpoint": str(path)}) if as_json else f"wrote {path}")
+
+
 @command('shoal sample --prompt "def main" --length 300')
 def sample(
     options: HomeOptions,
@@ -316,19 +334,25 @@ def sample(
 @command("shoal demo --peers 4 --keep demo-files")
 def demo(
     peers: Annotated[int, typer.Option(min=2, max=64, help="Peers to start with.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the run.")] = 8,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of the run. Default: 8; of swarm, 60.")] = None,
     inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 100,
-    algorithm: Annotated[str, typer.Option(help="How work is combined: diloco, streaming, noloco, …")] = "diloco",
+    algorithm: Annotated[str, typer.Option(help="How work is combined: diloco, noloco, swarm, …")] = "diloco",
+    stages: Annotated[int, typer.Option(min=2, max=6, help="Of swarm: parts of the model.")] = 3,
     data: Annotated[str, typer.Option(metavar="PATH", help="What to train on, or stdlib.")] = "stdlib",
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep all files in this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with the verdict as one line of JSON.")] = False,
 ) -> None:
     """Watch a swarm of local processes train, lose a peer and gain one; ends with a verdict."""
+    if algorithm == "swarm":
+        from peer.pipeline.demo import PipelineDemoOptions, run_pipeline_demo
+
+        swarm = PipelineDemoOptions(peers=peers, stages=stages, steps=rounds or 60, data=data, keep=keep, json=as_json)
+        raise typer.Exit(run_pipeline_demo(swarm))
     from peer.demo import DemoOptions, run_demo
 
     options = DemoOptions(
         peers=peers,
-        rounds=rounds,
+        rounds=rounds or 8,
         inner_steps=inner_steps,
         algorithm=algorithm,
         data=data,
@@ -419,6 +443,7 @@ def _run_node(
             ticket=ticket,
             wait_for=wait_for,
             linger=node.linger,
+            serve=node.serve,
         )
         status_file = StatusFile(home.status, events, str(home.identity.peer_id))
         console = Console(lambda: status_file.status, live=sys.stderr.isatty(), quiet=node.quiet)

@@ -117,6 +117,14 @@ def describe(event: Event) -> str | None:
             return f"round {event['round']}: work of {peers} averaged in {event.get('seconds', 0.0):.1f} s"
         case "round_failed":
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
+        case "stage_synced":
+            return (
+                f"stage {event['stage']}: has the state of step {event['step']} ({size(event.get('bytes', 0))} fetched)"
+            )
+        case "stage_lost":
+            return f"stage {event['stage']}: the others are at step {event['step']}; what was lost is not done again"
+        case "moved":
+            return f"moved from stage {event['source']} to stage {event['target']}, where it is needed more"
         case "validation" if event.get("loss") is not None:
             return f"round {event['round']}: validation loss {event['loss']:.4f} nats per byte"
         case "diverging":

@@ -16,7 +16,7 @@ from optim.feedback import Forget
 from optim.policies import FixedSteps
 from optim.recipe import Recipe
 from peer import checkpoint
-from peer.algorithm import window_of
+from peer.algorithm import PIPELINE, window_of
 from peer.bootstrap import why_unreachable
 from peer.chain import Tip
 from peer.checkpoint import Checkpoint
@@ -25,13 +25,14 @@ from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
 from peer.failure import first_cause
-from peer.finding import find_manifest
+from peer.finding import find_manifest, tell_manifest
 from peer.history import Rules
 from peer.home import Home, HomeError, write_atomically
 from peer.keys import RunKeys
 from peer.manifest import Manifest, kept_manifest
 from peer.membership import NEAR, Membership
 from peer.node import Compute, Node, in_worker_thread
+from peer.pipeline.run import make_node, make_pipeline, memory_of, parameters_of
 from peer.probe import Prober
 from peer.reach import (
     UNSPECIFIED,
@@ -107,6 +108,8 @@ class DaemonConfig:
     max_memory: int | None = None
     manifest: Manifest | None = None
     ticket: Ticket | None = None
+    serve: bool = True
+    """Whether to serve a stage, in a run whose model is cut into stages."""
     wait_for: int = 1
     """Peers, this one included, that a founder waits for before the first round."""
     linger: float = 0.0
@@ -199,21 +202,75 @@ class _Daemon:
                 hint="whoever founds a run can list you under membership.allow",
             )
         torch.set_num_threads(config.threads or default_threads(settings.model))  # before a worker thread computes
+        if settings.algorithm.name == PIPELINE:
+            await self._run_pipeline(nursery, manifest, allowed, corpus, task_status)
+            return
         trainer = await self._compute(self._make_trainer, settings, corpus)
         self._keep_manifest(manifest)  # not before everything that the user may have got wrong is known to be right
         local = await self._compute(self._own_checkpoint, manifest)
-        keys = self._run_keys(manifest)
-        membership = self._membership = self._make_membership(manifest, allowed, keys, trainer.recipe)
+        membership = self._make_membership(manifest, allowed, trainer.recipe)
         node = self._make_node(manifest, allowed, membership, trainer)
-        await nursery.start(membership.run)
         await nursery.start(node.rounds.run)
+        await self._take_part(nursery, manifest, membership, trainer.flat.length, task_status)
+        founded = manifest.founder == self._identity.public_key
+        await node.run(local, founding=config.wait_for if founded else None)
+
+    async def _run_pipeline(
+        self,
+        nursery: trio.Nursery,
+        manifest: Manifest,
+        allowed: frozenset[PeerId] | None,
+        corpus: Corpus,
+        task_status: trio.TaskStatus[Ticket],
+    ) -> None:
+        """Takes part in a run whose model is cut into stages."""
+        config, settings = self._config, manifest.settings
+        pipeline = await self._compute(make_pipeline, settings, manifest.run_id, corpus)
+        needed, limit = memory_of(pipeline), config.max_memory
+        if limit is not None and needed > limit:
+            raise SettingsError(
+                f"a stage of this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
+                hint="allow more, or join with --no-serve",
+            )
+        self._keep_manifest(manifest)
+        membership = self._make_membership(manifest, allowed, settings.algorithm.recipe())
+        node = make_node(
+            pipeline,
+            endpoint=self.endpoint,
+            membership=membership,
+            events=self._events,
+            compute=self._compute,
+            rng=self._rng,
+            directory=self._home.checkpoints,
+            device=config.device,
+            serves=config.serve,
+        )
+        tell_manifest(self.endpoint, manifest.run_id, manifest.dump())
+        parameters = parameters_of(pipeline)
+        await self._take_part(nursery, manifest, membership, parameters, task_status)
+        if manifest.founder == self._identity.public_key:
+            while len(membership.others) + 1 < config.wait_for:
+                await membership.changes()
+        await node.run()
+        await trio.sleep(config.linger)
+
+    async def _take_part(
+        self,
+        nursery: trio.Nursery,
+        manifest: Manifest,
+        membership: Membership,
+        parameters: int,
+        task_status: trio.TaskStatus[Ticket],
+    ) -> None:
+        """Meets the members, and lets others join through us."""
+        config, keys = self._config, self._keys
+        await nursery.start(membership.run)
         membership.meet(self.endpoint.connected)
         nursery.start_soon(self._keep_book, membership)
         nursery.start_soon(self._tell_members, membership)
-        founded = manifest.founder == self._identity.public_key
         if keys is not None:
             nursery.start_soon(keys.run, partial(self._present, membership))
-            if founded:
+            if manifest.founder == self._identity.public_key:
                 nursery.start_soon(keys.follow_orders)
             else:
                 nursery.start_soon(self._end_if_expelled, membership)
@@ -221,18 +278,15 @@ class _Daemon:
             "started",
             address=str(self._reach.addresses[0]),
             run=manifest.run_id,
-            parameters=trainer.flat.length,
+            parameters=parameters,
         )
         task_status.started(self._ticket(manifest))
         if config.map_port:
             nursery.start_soon(self._reach.keep_mapped, lambda: config.on_ticket(self._ticket(manifest)))
-        await node.run(local, founding=config.wait_for if founded else None)
 
-    def _make_membership(
-        self, manifest: Manifest, allowed: frozenset[PeerId] | None, keys: RunKeys | None, recipe: Recipe
-    ) -> Membership:
-        window = window_of(recipe)
-        return Membership(
+    def _make_membership(self, manifest: Manifest, allowed: frozenset[PeerId] | None, recipe: Recipe) -> Membership:
+        window, keys = window_of(recipe), self._run_keys(manifest)
+        membership = self._membership = Membership(
             self.endpoint,
             self._dht,
             manifest.run_id,
@@ -247,6 +301,7 @@ class _Daemon:
             final=keys.expels if keys else lambda peer, error: False,
             lost=lambda peer, reason: self._events.emit("peer_lost", peer=peer, reason=reason),
         )
+        return membership
 
     def _make_node(
         self, manifest: Manifest, allowed: frozenset[PeerId] | None, membership: Membership, trainer: Trainer

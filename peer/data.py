@@ -155,6 +155,15 @@ class Dataset:
             places = numbers - (ends - counts)[chosen]
             yield self._windows(self._training, self._bounds[shards[chosen]] + places)
 
+    def microbatch(self, step: int, number: int, size: int) -> torch.Tensor:
+        """Windows from all of the training text, of shape (size, context + 1): the same at all who have the same text.
+
+        They follow from the run's seed, the step and the number.
+        """
+        digest = _hash(b"shoal-microbatch-v1", _number(self._seed), _number(step), _number(number))
+        random = np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "big")))
+        return self._windows(self._training, random.integers(len(self._training) - self._window + 1, size=size))
+
     def validation_windows(self, count: int) -> torch.Tensor:
         """At most `count` windows, evenly spread over the held-out text, of shape (windows, context + 1), int64.
 

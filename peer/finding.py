@@ -11,6 +11,7 @@ from peer.manifest import Manifest
 from protocol.endpoint import Endpoint
 from protocol.errors import PeerUnreachable, RequestRefused, ShoalError
 from protocol.identity import PeerId
+from protocol.stream import Stream
 from protocol.wire import message
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -37,6 +38,17 @@ async def fetch_manifest(endpoint: Endpoint, peer: PeerId, run: bytes) -> str:
         ShoalError: The peer cannot be reached, or refuses.
     """
     return (await endpoint.request(peer, ManifestRequest(run), ManifestReply)).text
+
+
+def tell_manifest(endpoint: Endpoint, run: bytes, text: str) -> None:
+    """Answers those who ask for the manifest of a run."""
+
+    async def answer(request: ManifestRequest, stream: Stream) -> ManifestReply:
+        if request.run != run:
+            raise RequestRefused("this peer takes part in another run", code="unknown_run")
+        return ManifestReply(text)
+
+    endpoint.handle(ManifestRequest, answer)
 
 
 async def find_manifest(endpoint: Endpoint, dht: DHT, run: bytes) -> tuple[Manifest, PeerId]:

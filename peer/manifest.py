@@ -21,10 +21,19 @@ import attrs
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
-from optim.methods import GRADIENT_RECIPES, RECIPES
+from optim.methods import GRADIENT_RECIPES
 from optim.mixers import GatheredMean
 from optim.policies import QuadraticSteps
-from peer.algorithm import MAX_INTEGER, AlgorithmSettings, check_bounds, names, types_of, why_not, window_of
+from peer.algorithm import (
+    MAX_INTEGER,
+    METHODS,
+    PIPELINE,
+    AlgorithmSettings,
+    check_bounds,
+    types_of,
+    why_not,
+    window_of,
+)
 from peer.home import HomeError
 from peer.schedule import FINAL_LR, Schedule
 from peer.settings import Settings
@@ -95,6 +104,9 @@ NOTES: Final[Mapping[str, str]] = {
     "algorithm.spread": "share of the momentum that each contribution moves the parameters by",
     "algorithm.paced": "whether slower peers take fewer local steps",
     "algorithm.radial": "whether the mean keeps the length of what peers bring",
+    "algorithm.stages": "parts that the model is cut into, each at other peers",
+    "algorithm.microbatches": "of inner.batch sequences, in each step of the run",
+    "algorithm.activations": "how what goes between stages is encoded on the wire: fp32, bf16 or int8",
     "algorithm.corrected": "whether the final mean keeps the variance of each matrix",
     "round.grace": "seconds that the first ready peer waits for the others",
     "round.codec": "how updates are encoded on the wire: fp32, bf16, int8, int4 or e3m0",
@@ -354,10 +366,10 @@ def _table_from(name: str, kind: type[Any], table: Mapping[str, Any]) -> object:
 def _algorithm_from(table: Mapping[str, Any]) -> AlgorithmSettings:
     """The method and its constants."""
     name = table.get("name", "diloco")
-    if not isinstance(name, str) or name not in (*RECIPES, *GRADIENT_RECIPES):
-        close = difflib.get_close_matches(name[:64], RECIPES, n=1) if isinstance(name, str) else []
+    if not isinstance(name, str) or name not in (*METHODS, *GRADIENT_RECIPES):
+        close = difflib.get_close_matches(name[:64], METHODS, n=1) if isinstance(name, str) else []
         raise ManifestError(
-            f"algorithm.name = {_shown(name)}: must be {' or '.join(map(_toml, names()))}",
+            f"algorithm.name = {_shown(name)}: must be {' or '.join(map(_toml, METHODS))}",
             hint=f'did you mean "{close[0]}"?' if close else None,
         )
     if (reason := why_not(name)) is not None:
@@ -425,6 +437,12 @@ def _check_together(settings: Settings) -> None:
         raise ManifestError(
             f"algorithm.grace = {window.grace:g}: must be <= round.grace = {settings.round.grace:g}",
             hint="nobody waits longer than that: it is for how long too few wait for more",
+        )
+    stages = settings.algorithm["stages"] if settings.algorithm.name == PIPELINE else 1
+    if isinstance(stages, int) and stages > model.layers + 2:
+        raise ManifestError(
+            f"algorithm.stages = {stages}: must be <= {model.layers + 2}: "
+            f"model.layers = {model.layers}, the embedding and the output are all that can be parted"
         )
     if not run.name.isprintable():
         raise ManifestError(f"run.name = {_toml(printable(run.name))}: must be printable, on one line")

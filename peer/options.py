@@ -150,6 +150,9 @@ class NodeOptions(PeerOptions):
         int | None,
         typer.Option(min=1, max=1024, help="Processor threads for training. Default: 1 for a small model, else all."),
     ] = None
+    serve: Annotated[
+        bool, typer.Option(help="Serve a stage, in a run of the algorithm swarm. Else: only lead microbatches.")
+    ] = True
     linger: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Stay so long after the last round, for newcomers.")
     ] = 0.0

@@ -161,6 +161,14 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
             return {"mapped": None}
         case "synced":
             return {"activity": "training", "revision": event["round"], "digest": event.get("digest")}
+        case "stage_synced":
+            return {"activity": "training", "revision": event["step"]}
+        case "stage_step":
+            return {
+                "activity": "training",
+                "revision": event["step"] + 1,
+                "contributors": len(event.get("ledgers", ())),
+            }
         case "reachability":
             return {"reachability": event["verdict"]}
         case "peer_seen":

@@ -122,7 +122,7 @@ class Trainer:
         self._peer_id = peer_id
         self._device = torch.device(device)
         self._data = Dataset(corpus, settings.data, seed=settings.run.seed, context=settings.model.context)
-        self._optimizer = _adamw(self.model, settings.inner)
+        self._optimizer = adamw(self.model, settings.inner)
         # A second copy of the model, so that evaluating the outer parameters leaves the local ones alone.
         self._outer_model = Transformer(settings.model).to(device)
         self._outer_flat = FlatParameters(self._outer_model)
@@ -513,7 +513,7 @@ def _continue(model: Transformer, prompt: bytes, length: int, temperature: float
     return bytes(text[begin:])
 
 
-def _adamw(model: nn.Module, settings: InnerSettings) -> torch.optim.AdamW:
+def adamw(model: nn.Module, settings: InnerSettings) -> torch.optim.AdamW:
     """AdamW that decays matrices, but not the gains of the norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]

@@ -23,6 +23,8 @@ class StageState:
     """The optimizer's tensors: of each kind, by the parameters' names."""
     mean: torch.Tensor | None = None
     """The stage's mean gradient, flat, if it has settled the step already."""
+    tied: Mapping[int, Mapping[str, torch.Tensor]] = attrs.field(factory=dict)
+    """The stage's gradients of what other stages use as well, of the last steps: for those that are still there."""
 
 
 def whole_state(states: Iterable[StageState]) -> StageState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import trio
@@ -12,11 +12,22 @@ from peer.pipeline.messages import Hello, Standing, Welcome
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
 from protocol.identity import PeerId
-from protocol.mesh import Mesh
+from protocol.roster import Roster
 from protocol.stream import Stream
 
 RETRY = 0.5
 """Seconds until a member that did not hear us is told again."""
+
+
+class Members(Roster, Protocol):
+    """Who is there."""
+
+    @property
+    def members(self) -> Collection[PeerId]:
+        """All who are connected and take part in the run, ourselves included."""
+
+    async def changes(self) -> None:
+        """Returns when somebody has come or gone after this call, or may have."""
 
 
 class Crew:
@@ -29,13 +40,14 @@ class Crew:
         standing: Ours, to begin with.
     """
 
-    def __init__(self, endpoint: Endpoint, run_id: bytes, mesh: Mesh, standing: Standing) -> None:
+    def __init__(self, endpoint: Endpoint, run_id: bytes, mesh: Members, standing: Standing) -> None:
         self._endpoint, self._run, self._mesh = endpoint, run_id, mesh
         self.own = standing
         self._others: dict[PeerId, Standing] = {}
         self.furthest = 0
         """The last step that anybody has been at, as far as we know."""
         self._announced = trio.Event()
+        self._heard_by: dict[PeerId, int] = {}  # which of our standings they have
         self.changed = trio.Event()
         """Set, and replaced, when a standing changes, ours included, or somebody comes or goes."""
 
@@ -74,6 +86,11 @@ class Crew:
             self._announced.set()
             self._announced = trio.Event()
             self.notify()
+
+    def is_known(self, number: int) -> bool:
+        """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it."""
+        others = set(self._mesh.members) - {self.peer}
+        return all(self._heard_by.get(peer, -1) >= number for peer in others)
 
     def notify(self) -> None:
         """Wakes up those who wait for changes."""
@@ -117,10 +134,11 @@ class Crew:
                 except ShoalError:
                     await trio.sleep(RETRY)
                     continue
-                number = current.number
+                number = self._heard_by[peer] = current.number
                 self._hear(peer, welcome.standing)
         finally:
             told.discard(peer)
+            self._heard_by.pop(peer, None)
 
     async def _on_hello(self, hello: Hello, stream: Stream) -> Welcome:
         if not self._mesh.knows(stream.peer):
@@ -139,7 +157,7 @@ class Crew:
 class StageRoster:
     """The servers of our stage, for the operations among them. Implements `protocol.roster.Roster`."""
 
-    def __init__(self, crew: Crew, mesh: Mesh, stage: int) -> None:
+    def __init__(self, crew: Crew, mesh: Members, stage: int) -> None:
         self._crew, self._mesh, self._stage = crew, mesh, stage
 
     def partners(self) -> Collection[PeerId]:

@@ -63,6 +63,7 @@ class Driver:
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
         self._microbatches, self._local = microbatches, local
         self._told: dict[int, int] = {}  # failed settlements of the step that the trainer knows of, by stage
+        self._bereft: set[int] = set()  # stages that have lost a server in this step
         self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
         self._kicked = trio.Event()
 
@@ -94,8 +95,10 @@ class Driver:
         crew, trainer = self._crew, self.trainer
         servers = [crew.servers(stage) for stage in range(len(self._runs))]
         here = {(peer, stage, each.life) for stage, there in enumerate(servers) for peer, each in there.items()}
-        for peer, _, _ in self._here - here:
+        for peer, stage, _ in self._here - here:
             trainer.lost(peer)
+            self._bereft.add(stage)
+            self._doubt(stage)
         self._here = here
         for router, each in zip(trainer.routers, servers, strict=True):
             for peer in each:
@@ -109,6 +112,7 @@ class Driver:
             mine = self._owned(step, range(self._microbatches))
             trainer.begin(step, {number: self._sample(step, number) for number in mine})
             self._told.clear()
+            self._bereft.clear()
         step, open_stages = trainer.step, []  # a stage that has lost its servers may be at an earlier one for a while
         for stage, each in enumerate(servers):
             there = [standing for standing in each.values() if standing.step == step]
@@ -121,12 +125,21 @@ class Driver:
             for standing in there:
                 if standing.attempt > self._told.get(stage, 0):
                     self._told[stage] = standing.attempt
+                    if stage in self._bereft:
+                        self._doubt(stage)
                     orphans = trainer.missing(stage, standing.attempt - 1, standing.missing)
                     for number in self._owned(step, orphans):
                         trainer.add(number, self._sample(step, number), [stage])
         # What a trainer that is gone has left undone. What it has done is done twice, and settled once.
         for number in set(self._owned(step, range(self._microbatches))) - trainer.numbers if open_stages else ():
             trainer.add(number, self._sample(step, number), open_stages)
+
+    def _doubt(self, stage: int) -> None:
+        """A server of a stage is gone, so what was counted before a settlement that failed may be lost.
+
+        A sum that did not count was dropped then, as others had the same microbatches: maybe the one that is gone.
+        """
+        self.trainer.missing(stage, self._told.get(stage, 0) - 1, range(self._microbatches))
 
     def _owned(self, step: int, numbers: Iterable[int]) -> list[int]:
         """Those of a step's microbatches that are ours, as things are."""

@@ -58,6 +58,8 @@ class Standing:
     life: Count = 0
     """How often it has taken in a state, and with that dropped what it had counted."""
     leaving: bool = False
+    moving: StageNumber | None = None
+    """For which stage it is about to leave its own: others do not leave at the same time."""
     copies: Annotated[tuple[StageNumber, ...], msgspec.Meta(max_length=16)] = ()
     """Stages of which it keeps a copy of the state, for when all their servers are lost."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from random import Random
 
@@ -16,31 +15,26 @@ from optim.swarm.balance import Member, Move, Policy, moves, newcomers_stage, th
 from optim.swarm.ledger import Ledger
 from optim.swarm.payloads import Encoding
 from optim.swarm.server import StageServer
-from optim.swarm.stages import Chain, Stage, cut
+from optim.swarm.stages import Chain, Stage
 from optim.swarm.state import StageState
 from optim.swarm.trainer import Sample
 from optim.swarm.trainer import Settings as TrainerSettings
 from peer.events import EventLog
 from peer.node import Compute
+from peer.pipeline.audit import ledgers_told
 from peer.pipeline.copies import Copies
-from peer.pipeline.crew import Crew, StageRoster
+from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
-from peer.pipeline.messages import FetchState, Standing, stage_run
+from peer.pipeline.messages import Standing, stage_run
 from peer.pipeline.service import StageService
 from peer.pipeline.settling import Behind, Plan, StageSteps
-from peer.pipeline.tensors import load
-from peer.pipeline.transfer import fetch_tensors
+from peer.pipeline.states import States
 from protocol.channels import ChannelSettings
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
-from protocol.errors import ShoalError
 from protocol.identity import PeerId
-from protocol.mesh import Mesh
 from protocol.operations import AsyncCollective
-
-RETRY = 0.5
-"""Seconds until a state that could not be had is asked for again, unless the standings change earlier."""
 
 ACQUAINTED = 5.0
 """Seconds for which a newcomer waits until all who are there have told it what they do."""
@@ -58,12 +52,14 @@ class Pipeline:
 
     Args:
         run_id: 32 bytes.
-        chain: Makes the model with its first values, always the same.
+        chain: Makes the model, always the same.
+        initial: Its first values, by name; None: those that `chain` gives it.
         stages: Into how many stages it is cut.
         microbatches: Of a step.
         sample: The contents of microbatch (step, number).
         optimizer: Makes the optimizer of a stage.
         rate: The learning rate of a step.
+        tokens: Of a sample.
         steps: After which it ends; 0: never.
         encoding: How activations and their gradients look on the wire.
         balance: When peers move between stages; `rest` is in steps.
@@ -73,11 +69,13 @@ class Pipeline:
 
     run_id: bytes
     chain: Callable[[], Chain]
+    initial: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     stages: int
     microbatches: int
     sample: Callable[[int, int], Sample]
     optimizer: Callable[[Stage], torch.optim.Optimizer]
     rate: Callable[[int], float]
+    tokens: int = 1
     steps: int = 0
     encoding: Encoding = "fp32"
     balance: Policy = attrs.field(factory=lambda: Policy(gain=0.1, rest=20, most=1))
@@ -85,7 +83,7 @@ class Pipeline:
     times: RoundTimes = attrs.field(factory=lambda: RoundTimes(grace=2.0))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True, eq=False)
 class PipelineNode:
     """Takes part in a pipeline until its steps are over.
 
@@ -102,11 +100,13 @@ class PipelineNode:
         bounds: What its server keeps and does at a time.
         trainer: How its trainer goes about it.
         save: Keeps a stage's state, now and then and at the end; called by way of `compute`.
+        saved: What it has kept last of a stage, in an earlier life; called in the same way.
+        device: Where the stage is.
     """
 
     pipeline: Pipeline
     endpoint: Endpoint
-    mesh: Mesh
+    mesh: Members
     events: EventLog
     compute: Compute
     rng: Random
@@ -116,9 +116,13 @@ class PipelineNode:
     bounds: Bounds = attrs.field(factory=Bounds)
     trainer: TrainerSettings = attrs.field(factory=TrainerSettings)
     save: Callable[[int, StageState], None] = lambda stage, state: None
+    saved: Callable[[int], StageState | None] = lambda stage: None
+    device: str = "cpu"
     crew: Crew = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
+    _states: States = attrs.field(init=False)
+    _told_at: float = attrs.field(default=0.0, init=False)
     _serving: dict[int, StageService] = attrs.field(factory=dict, init=False)
 
     @crew.default
@@ -132,6 +136,21 @@ class PipelineNode:
     @_copies.default
     def _make_copies(self) -> Copies:
         return Copies(self.endpoint, self.pipeline.run_id, self.pipeline.stages, self.crew, self._courtesy)
+
+    @_states.default
+    def _make_states(self) -> States:
+        return States(
+            self.endpoint,
+            self.pipeline.run_id,
+            crew=self.crew,
+            copies=self._copies,
+            chain=self.pipeline.chain,
+            initial=self.pipeline.initial,
+            device=self.device,
+            stages=self.pipeline.stages,
+            compute=self.compute,
+            rng=self.rng,
+        )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves and trains until the last step is made, or until cancelled."""
@@ -163,12 +182,16 @@ class PipelineNode:
             settings=self.trainer,
             on_losses=self._tell_losses,
         )
-        step = self.crew.furthest
+        step, self._told_at = self.crew.furthest, trio.current_time()
         self.crew.announce(trains_from=step + 1 if step else 0)
         await driver.run()
 
     def _tell_losses(self, step: int, losses: list[float]) -> None:
-        self.events.emit("inner", step=step, loss=sum(losses) / len(losses), samples=len(losses))
+        now, tokens = trio.current_time(), len(losses) * self.pipeline.tokens
+        speed = tokens / (now - self._told_at) if now > self._told_at else None
+        self._told_at = now
+        loss = sum(losses) / len(losses)
+        self.events.emit("inner", step=step, loss=loss, samples=len(losses), tokens=tokens, tokens_per_second=speed)
 
     def _ready(self) -> dict[PeerId, Standing]:
         return {peer: each for peer, each in self.crew.standings.items() if each.ready and peer != self.crew.peer}
@@ -181,15 +204,37 @@ class PipelineNode:
     async def _serve(self) -> None:
         stage = self.stage
         if stage is None:
-            with trio.move_on_after(ACQUAINTED):
-                await self.crew.until(lambda: len(self.crew.standings) == len(self.mesh.members))
-            stage = newcomers_stage(self._members(), self.pipeline.stages)
+            stage = await self._choose_stage()
         while True:
             move = await self._serve_stage(stage)
             if move is None:
                 return
             self.events.emit("moved", source=move.source, target=move.target)
             stage = move.target
+
+    async def _choose_stage(self) -> int:
+        """Where a newcomer is needed most. Of several that come at once, those that come first by name choose first."""
+        crew = self.crew
+        with trio.move_on_after(ACQUAINTED):
+            await crew.until(lambda: len(crew.standings) == len(self.mesh.members))
+        everybody = frozenset(crew.standings)
+        while True:
+            stage = self._neediest(everybody)
+            crew.announce(stage=stage)
+            with trio.move_on_after(EMPTY):
+                await crew.until(partial(crew.is_known, crew.own.number))
+            everybody = frozenset(crew.standings)
+            first = {peer for peer, each in crew.standings.items() if each.ready or peer < crew.peer}
+            if self._neediest(first) == stage:
+                return stage
+
+    def _neediest(self, peers: Collection[PeerId]) -> int:
+        """The slowest stage, as far as these peers serve it; first those that have fewer than two servers."""
+        members = [member for member in self._members() if member.peer in peers and member.peer != self.crew.peer]
+        counts = [sum(member.stage == stage for member in members) for stage in range(self.pipeline.stages)]
+        if min(counts) < 2:
+            return counts.index(min(counts))
+        return newcomers_stage(members, self.pipeline.stages)
 
     def _members(self) -> list[Member]:
         """What balancing goes by. Who fetches a stage's state counts as its server: help is on its way."""
@@ -211,8 +256,15 @@ class PipelineNode:
     async def _serve_stage(self, number: int) -> Move | None:
         """Serves a stage until the run is over (None), or until we are needed elsewhere more."""
         pipeline, crew, run = self.pipeline, self.crew, stage_run(self.pipeline.run_id, number)
-        crew.announce(stage=number, ready=False, rested=0, counted=0, attempt=0, settled=False, missing=(), rate=0.0)
-        stage = await self.compute(lambda: cut(pipeline.chain(), pipeline.stages)[number])
+        old = await self.compute(self.saved, number)
+        step = 0 if old is None else old.step
+        # All that it said of the stage before is over; what counts anew, and what it has of others, goes on.
+        own = crew.own
+        blank = Standing(
+            trains_from=own.trains_from, stage=number, life=own.life, leaving=own.leaving, copies=own.copies
+        )
+        crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number, step=step), recurse=False))
+        stage = await self._states.make(number)
         server = StageServer(
             stage,
             pipeline.optimizer(stage),
@@ -220,11 +272,9 @@ class PipelineNode:
             encoding=pipeline.encoding,
             bounds=self.bounds,
         )
-        state = await self._find_state(number)
+        state = await self._find_state(stage, number, old)
         if state is None:
             return None
-        server.restore(state)
-        self._live_anew()
         service = StageService(
             self.endpoint,
             run,
@@ -233,6 +283,7 @@ class PipelineNode:
             compute=self.compute,
             courtesy=self._courtesy,
             changed=lambda: steps.tell(),
+            began=partial(self._tell_pass, number),
         )
         roster = StageRoster(crew, self.mesh, number)
         settings = ChannelSettings(times=pipeline.times, report=self.events.report, courtesy=self._courtesy)
@@ -246,10 +297,12 @@ class PipelineNode:
             endpoint=self.endpoint,
             compute=self.compute,
             rate=pipeline.rate,
-            on_step=partial(self._tell_step, number),
+            tell_event=partial(self._tell_settled, number),
         )
         with self._copies.without(number):
             try:
+                await service.restore(state)
+                self._live_anew()
                 async with trio.open_nursery() as nursery:
                     await nursery.start(service.run)
                     await nursery.start(collective.run)
@@ -264,11 +317,11 @@ class PipelineNode:
     def _live_anew(self) -> None:
         self.crew.announce(life=self.crew.own.life + 1)
 
-    def _tell_step(self, stage: int, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
-        counted = {
-            str(peer): {str(number): samples for number, samples in ledger.items()} for peer, ledger in ledgers.items()
-        }
-        self.events.emit("stage_step", stage=stage, step=step, ledgers=counted)
+    def _tell_pass(self, stage: int, kind: str, step: int) -> None:
+        self.events.emit("stage_pass", stage=stage, kind=kind, step=step)
+
+    def _tell_settled(self, stage: int, event: str, step: int, ledgers: Mapping[PeerId, Ledger]) -> None:
+        self.events.emit(event, stage=stage, step=step, ledgers=ledgers_told(ledgers))
 
     async def _steps(self, number: int, service: StageService, steps: StageSteps) -> Move | None:
         """Makes steps until there is a reason not to."""
@@ -276,13 +329,12 @@ class PipelineNode:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_emptiness, urgent, nursery.cancel_scope)
             while not self.pipeline.steps or server.step < self.pipeline.steps:
-                lost = await self._one_step(number, server, steps)
-                if lost is not None:
-                    state = await self._find_state(number, server) if lost < 0 else None
-                    if lost < 0 and state is None:
+                if not await self._one_step(number, server, steps):
+                    self.crew.announce(ready=False)
+                    state = await self._find_state(server.stage, number, await service.snapshot())
+                    if state is None:
                         return None
-                    async with service.paused():
-                        server.skip(lost) if state is None else server.restore(state)
+                    await service.restore(state)
                     self._live_anew()
                 steps.tell()
                 move = await self._own_move(number, server.step)
@@ -298,30 +350,23 @@ class PipelineNode:
             nursery.cancel_scope.cancel()
         return urgent[0] if urgent else None
 
-    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> int | None:
-        """Makes a step.
-
-        Returns:
-            None if it is made; -1 if our stage has made it without us, so that we need its state; else the step at
-            which to go on, as our stage has lost what it had settled.
-        """
-        followed: list[int] = []
+    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> bool:
+        """Makes a step. False if it is made already, by others of our stage, or is lost with them."""
+        lost: list[int] = []
+        behind = False
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_for_loss, number, server, followed, nursery.cancel_scope)
+                nursery.start_soon(self._watch_for_loss, number, server, lost, nursery.cancel_scope)
                 await steps.step()
                 nursery.cancel_scope.cancel()
         except* Behind:
-            self.crew.announce(ready=False)
-            followed.append(-1)
-        if followed and followed[0] > 0:
-            self.events.emit("stage_lost", stage=number, step=followed[0])
-        return followed[0] if followed else None
+            behind = True
+        if lost:
+            self.events.emit("stage_lost", stage=number, step=lost[0])
+        return not (lost or behind)
 
     async def _save(self, number: int, service: StageService) -> None:
-        async with service.paused() as server:
-            state = await self.compute(server.snapshot)
-        await self.compute(self.save, number, state)
+        await self.compute(self.save, number, await service.snapshot())
 
     async def _own_move(self, number: int, step: int) -> Move | None:
         """Where we are needed more, now that a step is made. Others of our stage have to have made it, too."""
@@ -330,15 +375,44 @@ class PipelineNode:
             servers = self.crew.servers(number)
             return any(each.step >= step for peer, each in servers.items() if peer != self.crew.peer)
 
-        move = next((move for move in self._moves() if move.peer == self.crew.peer), None)
+        move = self._wanted_move()
         if move is None or step == self.pipeline.steps:
             return None
         with trio.move_on_after(EMPTY):
             await self.crew.until(are_there)
-        return move if are_there() else None
+        return move if are_there() and await self._may_move(move, urgent=False) else None
 
-    def _moves(self) -> list[Move]:
-        return moves(self._members(), self.pipeline.stages, self.pipeline.balance)
+    def _wanted_move(self) -> Move | None:
+        found = moves(self._members(), self.pipeline.stages, self.pipeline.balance)
+        return next((move for move in found if move.peer == self.crew.peer), None)
+
+    async def _may_move(self, move: Move, *, urgent: bool) -> bool:
+        """Says that we are about to move. False if somebody else has said so, or it has become needless.
+
+        Records differ for a while, and then several may find that it is for them to move. Whoever says so has to have
+        been heard by all before it moves: then of two that say so, one has heard the other, or both have.
+        """
+        crew = self.crew
+
+        def rivals() -> list[PeerId]:
+            claims = {peer: each for peer, each in crew.standings.items() if each.moving is not None}
+            return [
+                peer
+                for peer, each in sorted(claims.items())
+                if len(claims) > self.pipeline.balance.most or each.stage == move.source or each.moving == move.target
+            ]
+
+        if set(rivals()) - {crew.peer}:
+            return False
+        crew.announce(moving=move.target)
+        number = crew.own.number
+        with trio.move_on_after(EMPTY):
+            await crew.until(lambda: crew.is_known(number))
+        known = crew.is_known(number) or urgent
+        if known and rivals()[0] == crew.peer and self._wanted_move() == move:
+            return True
+        crew.announce(moving=None)
+        return False
 
     async def _watch_for_emptiness(self, urgent: list[Move], scope: trio.CancelScope) -> None:
         """Ends the block if a stage has lost all its servers, and it is for us to go there."""
@@ -348,19 +422,19 @@ class PipelineNode:
             rates = throughputs(members, self.pipeline.stages)
             if all(rates):
                 return None
-            own = [move for move in self._moves() if move.peer == self.crew.peer and not rates[move.target]]
-            return own[0] if own else None
+            own = self._wanted_move()
+            return own if own is not None and not rates[own.target] else None
 
         while True:
             await self.crew.until(lambda: called() is not None)
             await trio.sleep(EMPTY)
-            if (move := called()) is not None:
+            if (move := called()) is not None and await self._may_move(move, urgent=True):
                 urgent.append(move)
                 scope.cancel()
                 return
 
     async def _watch_for_loss(
-        self, number: int, server: StageServer, followed: list[int], scope: trio.CancelScope
+        self, number: int, server: StageServer, found: list[int], scope: trio.CancelScope
     ) -> None:
         """Ends the block if other stages are ahead of ours and nobody of ours knows how: the step is lost for us."""
 
@@ -375,7 +449,7 @@ class PipelineNode:
             await self.crew.until(lambda: lost() is not None)
             await trio.sleep(LOST)
             if (step := lost()) is not None:
-                followed.append(step)
+                found.append(step)
                 scope.cancel()
                 return
 
@@ -386,48 +460,16 @@ class PipelineNode:
                 lambda: all(each.step >= step for each in self.crew.standings.values() if each.stage is not None)
             )
 
-    async def _find_state(self, number: int, server: StageServer | None = None) -> StageState | None:
-        """The state of a stage that we are to serve: from another server, from a copy, or the first one.
-
-        What `server` has is better than nothing if all others of its stage are gone. None if the run is over meanwhile.
-        """
+    async def _find_state(self, stage: Stage, number: int, old: StageState | None = None) -> StageState | None:
+        """The state of a stage that we are to serve; None if the run is over meanwhile."""
         began, received = trio.current_time(), self.endpoint.bytes_received
-        while True:
-            changed = self.crew.changed
-            state = await self._state(number)
-            if state is None and server is not None and trio.current_time() > began + LOST:
-                state = attrs.evolve(await self.compute(server.snapshot), step=self.crew.furthest, mean=None)
-            if state is not None:
-                break
-            if self._is_over():
-                return None
-            with trio.move_on_after(RETRY):
-                await changed.wait()
-        self.events.emit(
-            "synced",
-            stage=number,
-            step=state.step,
-            seconds=trio.current_time() - began,
-            bytes=self.endpoint.bytes_received - received,
-        )
+        state = await self._states.find(stage, number, over=self._is_over, old=old)
+        if state is not None:
+            self.events.emit(
+                "stage_synced",
+                stage=number,
+                step=state.step,
+                seconds=trio.current_time() - began,
+                bytes=self.endpoint.bytes_received - received,
+            )
         return state
-
-    async def _state(self, number: int) -> StageState | None:
-        request = FetchState(stage_run(self.pipeline.run_id, number))
-        others = [peer for peer in self.crew.servers(number) if peer != self.crew.peer]
-        self.rng.shuffle(others)
-        for peer in others:
-            with contextlib.suppress(ShoalError):
-                step, data = await fetch_tensors(self.endpoint, peer, request)
-                return await self.compute(partial(load, data, step))
-        if others:
-            return None
-        if not self.crew.furthest:  # nobody has made a step yet
-            return await self.compute(self._first_state, number)
-        copy = await self._copies.find(number)
-        return None if copy is None else attrs.evolve(copy, step=self.crew.furthest, mean=None)
-
-    def _first_state(self, number: int) -> StageState:
-        chain = self.pipeline.chain()
-        stage = cut(chain, self.pipeline.stages)[number]
-        return StageState(0, stage.state(), {})

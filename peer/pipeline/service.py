@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -13,6 +13,7 @@ import trio
 
 from optim.swarm.messages import Answer, Request, Withdraw
 from optim.swarm.server import Batch, StageServer
+from optim.swarm.state import StageState
 from peer.node import Compute
 from peer.pipeline.messages import (
     Ask,
@@ -67,6 +68,7 @@ class StageService:
         compute: Runs what takes long.
         courtesy: Lets operations go before states that are sent.
         changed: Called when the ledger has changed.
+        began: Told of the first batch of each kind in a step, before it is computed.
     """
 
     def __init__(
@@ -79,15 +81,17 @@ class StageService:
         compute: Compute,
         courtesy: Courtesy,
         changed: Callable[[], None],
+        began: Callable[[str, int], None],
     ) -> None:
         self.server = server
         self.rate = 0.0
         """Samples per second, forwards and backwards, as measured."""
         self._endpoint, self._run, self._admits = endpoint, run_id, admits
         self._compute, self._courtesy, self._changed = compute, courtesy, changed
+        self._began, self._begun = began, set[tuple[str, int]]()
         self._arrived = trio.Event()
         self._lock = trio.Lock()
-        self._tied: dict[int, bytes] = {}
+        self._tied: dict[int, Mapping[str, torch.Tensor]] = {}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Computes what is asked for, in batches, until cancelled; who waits then is refused."""
@@ -128,13 +132,26 @@ class StageService:
         self._arrived.set()
         self._arrived = trio.Event()
 
-    def keep_tied(self, step: int, gradients: dict[str, torch.Tensor]) -> None:
-        """Keeps our part of the gradients of what several stages use, for those stages."""
-        self._tied[step] = dump_tensors(gradients)
-        self._tied = {number: data for number, data in self._tied.items() if number > step - TIED_STEPS}
+    def keep_tied(self, gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Keeps our part of the gradients of what several stages use, by step, for those stages."""
+        kept = {**self._tied, **gradients}
+        self._tied = {step: named for step, named in kept.items() if step > max(kept) - TIED_STEPS}
+
+    async def snapshot(self) -> StageState:
+        """A copy of the stage's state."""
+        async with self.paused() as server:
+            state = await self._compute(server.snapshot)
+            return attrs.evolve(state, tied=self._tied)
+
+    async def restore(self, state: StageState) -> None:
+        """Goes on from a state."""
+        async with self.paused() as server:
+            await self._compute(server.restore, state)
+            self.keep_tied(state.tied)
 
     async def _work(self, batch: Batch) -> None:
         began = trio.current_time()
+        self._tell_begin(batch)
         answers: list[Answer] | None = None
         problem: ShoalError | None = None
         try:
@@ -153,6 +170,12 @@ class StageService:
                 _waiting(each.ticket).fail(problem)
         if batch.counts:
             self._changed()
+
+    def _tell_begin(self, batch: Batch) -> None:
+        kind, step = batch.requests[0].kind, self.server.step
+        if (kind, step) not in self._begun:
+            self._begun = {each for each in self._begun if each[1] == step} | {(kind, step)}
+            self._began(kind, step)
 
     def _measure(self, batch: Batch, seconds: float) -> None:
         work = sum(PASSES.get(request.kind, 0.0) * request.samples for request in batch.requests)
@@ -194,8 +217,7 @@ class StageService:
 
     async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
         self._check(stream)
-        async with self.paused() as server:
-            state = await self._compute(server.snapshot)
+        state = await self.snapshot()
         data = await self._compute(partial(dump, state))
         await send_tensors(stream, state.step, data, self._courtesy)
 
@@ -203,7 +225,7 @@ class StageService:
         self._check(stream)
         if request.step not in self._tied:
             raise RequestRefused(f"step {request.step} is not settled here, or long over", code="unsettled")
-        await send_tensors(stream, request.step, self._tied[request.step], self._courtesy)
+        await send_tensors(stream, request.step, dump_tensors(self._tied[request.step]), self._courtesy)
 
 
 async def send_tensors(stream: Stream, step: int, data: bytes, courtesy: Courtesy) -> None:

@@ -65,7 +65,8 @@ class StageSteps:
         endpoint: Carries everything else.
         compute: Runs what takes long.
         rate: The learning rate of a step.
-        on_step: Told of each step that was made which ledgers are in its mean, if we took part in that.
+        tell_event: Told, as "stage_settled" and then as "stage_step", which ledgers are in the mean of a step, if we
+            took part in that: before anybody else knows, and once the step is made.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class StageSteps:
         endpoint: Endpoint,
         compute: Compute,
         rate: Callable[[int], float],
-        on_step: Callable[[int, Mapping[PeerId, Ledger]], None],
+        tell_event: Callable[[str, int, Mapping[PeerId, Ledger]], None],
     ) -> None:
         self._service, self._server, self._stage, self._plan = service, service.server, stage, plan
         self._crew, self._collective, self._endpoint = crew, collective, endpoint
-        self._compute, self._rate, self._on_step = compute, rate, on_step
+        self._compute, self._rate, self._tell_event = compute, rate, tell_event
         self._settlement: Settlement | None = None
 
     def tell(self) -> None:
@@ -115,7 +116,7 @@ class StageSteps:
         async with self._service.paused() as server:
             await self._compute(server.advance, tied)
         if self._settlement is not None:
-            self._on_step(server.step - 1, self._settlement.ledgers)
+            self._tell_event("stage_step", self._server.step - 1, self._settlement.ledgers)
             self._settlement = None
         self._crew.announce(missing=(), rested=self._crew.own.rested + 1)
         self.tell()
@@ -147,8 +148,9 @@ class StageSteps:
                 if _is_exact(reduced, settlement):
                     server.settled(reduced.mean)
                     if server.stage.tied:
-                        self._service.keep_tied(server.step, server.tied_gradients())
+                        self._service.keep_tied({server.step: server.tied_gradients()})
                     self._settlement = settlement
+                    self._tell_event("stage_settled", server.step, settlement.ledgers)
                     return
                 missing = settlement.among(reduced.contributors).missing
         except RoundAborted:

@@ -13,14 +13,16 @@ from optim.swarm.state import StageState
 from protocol.errors import ProtocolError
 
 MEAN = "mean"
-_MODEL, _INNER = "model/", "inner/"
+_MODEL, _INNER, _TIED = "model/", "inner/", "tied/"
 
 
 def dump(state: StageState) -> bytes:
-    """A state in the format of safetensors: `model/NAME`, `inner/KIND/NAME`, and `mean` if it has settled."""
+    """A state in the format of safetensors: `model/NAME`, `inner/KIND/NAME`, `tied/STEP/NAME`, and perhaps `mean`."""
     tensors = {_MODEL + name: values for name, values in state.model.items()}
     for kind, named in state.inner.items():
         tensors |= {f"{_INNER}{kind}/{name}": values for name, values in named.items()}
+    for step, named in state.tied.items():
+        tensors |= {f"{_TIED}{step}/{name}": values for name, values in named.items()}
     if state.mean is not None:
         tensors[MEAN] = state.mean
     plain = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
@@ -34,15 +36,29 @@ def load(data: bytes, step: int) -> StageState:
         ProtocolError: It is not that, or a value is not finite.
     """
     tensors = load_tensors(data)
-    inner: dict[str, dict[str, torch.Tensor]] = {}
+    tied = _by_first(tensors, _TIED)
+    if not all(number.isdecimal() and len(number) < 16 for number in tied):
+        raise ProtocolError("a stage's state with gradients of no step")
+    model = {name.removeprefix(_MODEL): values for name, values in tensors.items() if name.startswith(_MODEL)}
+    return StageState(
+        step,
+        model,
+        _by_first(tensors, _INNER),
+        tensors.get(MEAN),
+        {int(number): named for number, named in tied.items()},
+    )
+
+
+def _by_first(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Those called PREFIX FIRST/REST, by these."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
     for name, values in tensors.items():
-        if name.startswith(_INNER):
-            kind, slash, parameter = name.removeprefix(_INNER).partition("/")
+        if name.startswith(prefix):
+            first, slash, rest = name.removeprefix(prefix).partition("/")
             if not slash:
                 raise ProtocolError(f"a stage's state with {name[:80]!r}")
-            inner.setdefault(kind, {})[parameter] = values
-    model = {name.removeprefix(_MODEL): values for name, values in tensors.items() if name.startswith(_MODEL)}
-    return StageState(step, model, inner, tensors.get(MEAN))
+            found.setdefault(first, {})[rest] = values
+    return found
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -12,7 +12,7 @@ from peer.algorithm import AlgorithmSettings, names
 from peer.data import Corpus
 from peer.model import Transformer
 from peer.settings import DataSettings, InnerSettings, ModelSettings, Settings
-from peer.trainer import Trainer, _adamw, _loss
+from peer.trainer import Trainer, _loss, adamw
 from protocol.collective import Reduced
 from protocol.identity import PeerId
 from protocol.plan import Salvaged, Source
@@ -71,7 +71,7 @@ def test_the_daemon_does_what_the_optimizer_does(name, corpus):
     def script(peer):
         model = Transformer(settings.model, seed=settings.run.seed)
         optimizer = LowCommunicationOptimizer(
-            model, _adamw(model, settings.inner), peer, settings.algorithm.recipe(), tokens_per_step=2 * 16
+            model, adamw(model, settings.inner), peer, settings.algorithm.recipe(), tokens_per_step=2 * 16
         )
 
         def closure(batch):

@@ -9,7 +9,7 @@ import trio
 
 from optim.swarm.balance import Policy
 from optim.swarm.messages import Request
-from optim.swarm.server import StageServer
+from optim.swarm.server import Batch, StageServer
 from optim.swarm.stages import cut
 from optim.swarm.state import whole_state
 from peer.events import EventLog
@@ -76,7 +76,8 @@ class Peer:
         self.on_compute = None
 
     async def compute(self, function, *arguments):
-        await trio.sleep(self.swarm.random.uniform(0.01, 0.03))
+        requests = len(arguments[0].arrived) if arguments and isinstance(arguments[0], Batch) else 1
+        await trio.sleep(requests * self.swarm.random.uniform(0.01, 0.03))
         if self.on_compute is not None:
             self.on_compute(function)
         result = function(*arguments)

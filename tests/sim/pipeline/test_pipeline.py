@@ -5,27 +5,23 @@ import pytest
 import torch
 
 from optim.swarm.balance import Policy
-from optim.swarm.ledger import Settled, audit
+from optim.swarm.ledger import audit
 from optim.swarm.state import whole_state
-from protocol.identity import PeerId
+from peer.pipeline.audit import records
 from tests.sim.pipelines import MICROBATCHES, pipeline, single_process
-
-
-def records(swarm):
-    found = []
-    for peer in swarm.peers:
-        for event in peer.of("stage_step"):
-            ledgers = {
-                PeerId.parse(name): {int(number): count for number, count in ledger.items()}
-                for name, ledger in event["ledgers"].items()
-            }
-            found.append(Settled(stage=event["stage"], step=event["step"], ledgers=ledgers))
-    return found
 
 
 def check(swarm, stages, steps):
     samples = dict.fromkeys(range(MICROBATCHES), 2)
-    assert audit(records(swarm), stages=stages, steps=range(steps), samples=samples) == []
+    assert (
+        audit(
+            records(event for peer in swarm.peers for event in peer.events),
+            stages=stages,
+            steps=range(steps),
+            samples=samples,
+        )
+        == []
+    )
 
 
 async def finished(swarm, steps):

@@ -1,0 +1,68 @@
+"""A pipeline in one process, one microbatch after the other: what a run without any fault comes to."""
+
+from __future__ import annotations
+
+from optim.swarm.messages import Answer, Request
+from optim.swarm.payloads import Packer, Payload
+from optim.swarm.server import StageServer
+from optim.swarm.stages import cut
+from peer.data import Corpus
+from peer.pipeline.node import Pipeline
+from peer.pipeline.run import make_pipeline
+from peer.settings import Settings
+
+
+def undisturbed(settings: Settings, corpus: Corpus) -> list[float]:
+    """The mean loss of each step of a run of known length."""
+    pipeline = make_pipeline(settings, bytes(32), corpus)
+    assert pipeline.initial is not None
+    values, servers = dict(pipeline.initial()), []
+    for stage in cut(pipeline.chain(), pipeline.stages):
+        stage.load(values)
+        optimizer = pipeline.optimizer(stage)
+        servers.append(StageServer(stage, optimizer, microbatches=pipeline.microbatches, encoding=pipeline.encoding))
+    return [_step(pipeline, servers, step) for step in range(pipeline.steps)]
+
+
+def _step(pipeline: Pipeline, servers: list[StageServer], step: int) -> float:
+    losses: list[float] = []
+    for number in range(pipeline.microbatches):
+        sample = pipeline.sample(step, number)
+        inputs: list[Payload | None] = [sample.tokens]
+        for server in servers[:-1]:
+            request = Request(kind="forward", step=step, number=number, inputs=inputs[-1])
+            inputs.append(_ask(server, request).values)
+        gradient = None
+        for stage, server in reversed(list(enumerate(servers))):
+            answer = _ask(
+                server,
+                Request(
+                    kind="backward",
+                    step=step,
+                    number=number,
+                    inputs=inputs[stage],
+                    targets=sample.targets if server.stage.is_last else None,
+                    gradient=gradient,
+                    count=True,
+                ),
+            )
+            gradient = answer.values
+            if answer.losses is not None:
+                losses += Packer().unpack(answer.losses).tolist()
+    for server in servers:
+        server.freeze()
+        server.settled(server.contribution().values)
+    tied = {stage: server.tied_gradients() for stage, server in enumerate(servers) if server.stage.tied}
+    for server in servers:
+        for group in server.optimizer.param_groups:
+            group["lr"] = pipeline.rate(step)
+        server.advance(tied)
+    return sum(losses) / len(losses)
+
+
+def _ask(server: StageServer, request: Request) -> Answer:
+    server.submit(request.number, request, 0.0)
+    batch = server.take(0.0)
+    assert batch is not None
+    ((_, answer),) = server.finish(batch, server.compute(batch))
+    return answer

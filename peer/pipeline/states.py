@@ -1,0 +1,168 @@
+"""Where a peer has the state of a stage from that it is to serve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from random import Random
+
+import attrs
+import torch
+import trio
+
+from optim.swarm.stages import Chain, Stage, cut
+from optim.swarm.state import StageState
+from peer.node import Compute
+from peer.pipeline.copies import Copies
+from peer.pipeline.crew import Crew
+from peer.pipeline.messages import FetchState, stage_run
+from peer.pipeline.tensors import load
+from peer.pipeline.transfer import fetch_tensors
+from protocol.endpoint import Endpoint
+from protocol.errors import ShoalError
+from protocol.identity import PeerId
+
+RETRY = 0.5
+"""Seconds until a state that could not be had is asked for again, unless the standings change earlier."""
+
+LOST = 5.0
+"""Seconds for which nobody else has to have had a state before ours is good enough, though it is old."""
+
+
+class States:
+    """Finds the states of stages.
+
+    Args:
+        endpoint: Carries everything.
+        run_id: 32 bytes.
+        crew: Who does what.
+        copies: Those that peers keep of other stages.
+        chain: Makes the model.
+        initial: Its first values, by name; None: those that it has.
+        device: Where stages are to be.
+        stages: How many it has.
+        compute: Runs what takes long.
+        rng: Spreads load.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: bytes,
+        *,
+        crew: Crew,
+        copies: Copies,
+        chain: Callable[[], Chain],
+        initial: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+        device: str,
+        stages: int,
+        compute: Compute,
+        rng: Random,
+    ) -> None:
+        self._endpoint, self._run, self._crew, self._copies = endpoint, run_id, crew, copies
+        self._chain, self._stages, self._compute, self._rng = chain, stages, compute, rng
+        self._initial, self._device = initial, device
+        self._tied: dict[int, Mapping[str, str]] = {}
+
+    async def make(self, number: int) -> Stage:
+        """A stage with its first values."""
+        return await self._compute(self._make, number)
+
+    def _make(self, number: int) -> Stage:
+        every = cut(self._chain(), self._stages)
+        self._tied = {other: stage.tied for other, stage in enumerate(every) if stage.tied}
+        stage = every[number]
+        if self._initial is not None:
+            names = stage.model.state_dict().keys()
+            stage.load({name: values for name, values in self._initial() if name in names})
+        return stage.to(self._device)
+
+    async def find(
+        self, stage: Stage, number: int, *, over: Callable[[], bool], old: StageState | None = None
+    ) -> StageState | None:
+        """The state of a stage: from another server, from a copy, or the first one.
+
+        Args:
+            stage: Of `make`, with its first values.
+            number: Its number.
+            over: Whether there is no use in looking any longer.
+            old: One that is better than nothing if no other peer has any.
+
+        Returns:
+            None if it is over before one was found.
+        """
+        began = trio.current_time()
+        while True:
+            changed = self._crew.changed
+            patient = old is not None and trio.current_time() < began + LOST
+            state = await self._look(number, stage, old, patient=patient)
+            if state is not None or (over() and not self._others(number)):
+                return state
+            with trio.move_on_after(RETRY):
+                await changed.wait()
+
+    async def _revive(self, number: int, old: StageState) -> StageState | None:
+        """An old state of a stage, for the step that the others are at; None if that cannot be said at the moment.
+
+        What other stages use as well is theirs: else the copies would be different for ever.
+        """
+        revived = attrs.evolve(old, step=self._crew.furthest, mean=None, tied={})
+        names = self._tied.get(number)
+        if not names:
+            return revived
+        for other in sorted(self._tied.keys() - {number}):
+            state = await self._fetch(other)
+            if state is not None:
+                return _with_tied(revived, names, state, self._tied[other]) if state.step == revived.step else None
+        return revived if number == min(self._tied) else None  # the others follow the first, if all are lost
+
+    async def _look(self, number: int, stage: Stage, old: StageState | None, *, patient: bool) -> StageState | None:
+        newest = max((self._crew.standings[peer].step for peer in self._others(number)), default=-1)
+        if newest >= (0 if old is None else old.step):
+            return await self._fetch(number)
+        if not self._crew.furthest and old is None:  # nobody has made a step yet
+            return StageState(0, stage.state(), {})
+        if patient or not self._is_next(number):
+            return None
+        found = [state for state in (old, await self._copies.find(number)) if state is not None]
+        return await self._revive(number, max(found, key=lambda state: state.step)) if found else None
+
+    def _others(self, number: int) -> list[PeerId]:
+        return [peer for peer in self._crew.servers(number) if peer != self._crew.peer]
+
+    def _is_next(self, number: int) -> bool:
+        """Whether it is for us to revive the stage, of all who are to serve it: the others take it from us then."""
+        there = {peer: each.step for peer, each in self._crew.standings.items() if each.stage == number}
+        return self._crew.peer == min(there, key=lambda peer: (-there[peer], peer))
+
+    async def _fetch(self, number: int) -> StageState | None:
+        """From a server of the stage, if one has it and sends it."""
+        others = self._others(number)
+        self._rng.shuffle(others)
+        for peer in others:
+            if (state := await self._fetch_from(peer, number)) is not None:
+                return state
+        return None
+
+    async def _fetch_from(self, peer: PeerId, number: int) -> StageState | None:
+        with contextlib.suppress(ShoalError):
+            step, data = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, number)))
+            return await self._compute(partial(load, data, step))
+        return None
+
+
+def _with_tied(
+    state: StageState, names: Mapping[str, str], other: StageState, other_names: Mapping[str, str]
+) -> StageState:
+    """A state with the values of another stage for what both use."""
+    at_other = {first: name for name, first in other_names.items()}
+    places = {name: at_other[first] for name, first in names.items() if first in at_other}
+
+    def replaced(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        taken = {name: theirs[place] for name, place in places.items() if place in theirs}
+        return {**{name: values for name, values in ours.items() if name not in places}, **taken}
+
+    kinds = sorted(state.inner.keys() | other.inner.keys())
+    inner = {kind: replaced(state.inner.get(kind, {}), other.inner.get(kind, {})) for kind in kinds}
+    return attrs.evolve(state, model=replaced(state.model, other.model), inner=inner)
