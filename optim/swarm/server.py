@@ -141,22 +141,28 @@ class StageServer:
         self._working = Batch(tuple(arrived), self._is_new(arrived[0].request))
         return self._working
 
-    def compute(self, batch: Batch) -> list[Answer]:
-        """The answers to a batch, in its order. May be called in another thread.
+    def compute(self, batch: Batch) -> list[Answer | ProtocolError]:
+        """The answers to a batch, in its order, or why there is none: what was sent does not fit the stage.
 
-        Raises:
-            ProtocolError: What was sent does not fit the stage. The batch is to be given up, see `finish`.
+        May be called in another thread.
         """
         requests = batch.requests
         if requests[0].kind == "void":
             return [self._answer(request, finite=False) for request in requests]
-        answers = self._pass(requests, batch.counts)
-        if answers is None and len(requests) > 1:  # one of them has spoiled it for all
-            alone = [self.compute(Batch((each,), batch.counts)) for each in batch.arrived]
-            return [answer for (answer,) in alone]
-        return answers or [self._answer(requests[0], finite=False)]
+        problem: ProtocolError | None = None
+        try:
+            answers = self._pass(requests, batch.counts)
+        except ProtocolError as error:
+            problem, answers = error, None
+        if answers is not None:
+            return [*answers]
+        if len(requests) > 1:  # one of them has spoiled it for all
+            return [self.compute(Batch((each,), batch.counts))[0] for each in batch.arrived]
+        return [problem or self._answer(requests[0], finite=False)]
 
-    def finish(self, batch: Batch, answers: list[Answer] | None) -> list[tuple[Ticket, Answer]]:
+    def finish(
+        self, batch: Batch, answers: list[Answer | ProtocolError] | None
+    ) -> list[tuple[Ticket, Answer | ProtocolError]]:
         """Enters a batch into the ledger.
 
         Args:
@@ -171,7 +177,8 @@ class StageServer:
             return []
         if batch.counts:
             for request, answer in zip(batch.requests, answers, strict=True):
-                self._ledger[request.number] = request.samples if answer.finite else 0
+                if isinstance(answer, Answer):
+                    self._ledger[request.number] = request.samples if answer.finite else 0
         return [(each.ticket, answer) for each, answer in zip(batch.arrived, answers, strict=True)]
 
     def freeze(self) -> Ledger:
@@ -313,7 +320,7 @@ class StageServer:
         try:
             with torch.set_grad_enabled(backward):
                 outputs = self.stage(inputs.requires_grad_(wants_inputs), targets)
-        except (RuntimeError, IndexError) as error:  # what PyTorch raises for shapes, and for tokens out of range
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # PyTorch's, for shapes and tokens
             raise ProtocolError(f"what was sent does not fit the stage: {error}") from error
         if gradient is not None and gradient.shape != outputs.shape:
             raise ProtocolError(f"a gradient of shape {list(gradient.shape)} for outputs of {list(outputs.shape)}")

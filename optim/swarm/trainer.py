@@ -126,11 +126,12 @@ class PipelineTrainer:
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._settled: set[int] = set()
+        self._failed: dict[int, int] = {}  # settlements of the step, by stage, as far as we know
 
     def begin(self, step: int, samples: Mapping[int, Sample]) -> None:
         """Goes on with another step, with our share of its microbatches. What is left of the one before is given up."""
         self.step = step
-        self.losses, self._jobs, self._calls, self._settled = {}, {}, {}, set()
+        self.losses, self._jobs, self._calls, self._settled, self._failed = {}, {}, {}, set(), {}
         for number, sample in samples.items():
             self.add(number, sample, range(len(self.routers)))
 
@@ -146,6 +147,7 @@ class PipelineTrainer:
             Those of them that are not ours: somebody has to `add` them if their trainer is gone.
         """
         numbers = frozenset(numbers)
+        self._failed[stage] = max(self._failed.get(stage, 0), attempt + 1)
         for number in numbers & self._jobs.keys():
             job = self._jobs[number]
             holder = job.holders.get(stage)
@@ -222,8 +224,9 @@ class PipelineTrainer:
         if not self._fits(call, answer):
             self.failed(number, now)
             return
-        if answer.counted:
-            job.holders[stage] = _Holder(call.peer, answer.attempt)
+        if answer.counted and call.counts:
+            attempt = min(answer.attempt, self._failed.get(stage, 0) + 1)  # it cannot be far ahead of us
+            job.holders[stage] = _Holder(call.peer, attempt)
             job.lacking.discard(stage)
         if isinstance(answer, Withdrawn):
             self.routers[stage].failed(call.peer, now)

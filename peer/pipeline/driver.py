@@ -62,7 +62,9 @@ class Driver:
         self._endpoint, self._crew, self._sample, self._on_losses = endpoint, crew, sample, on_losses
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
         self._microbatches, self._local = microbatches, local
-        self._told: dict[int, int] = {}  # failed settlements of the step that the trainer knows of, by stage
+        self._told: dict[
+            tuple[int, PeerId], int
+        ] = {}  # failed settlements of the step, by stage, that each has told of
         self._bereft: set[int] = set()  # stages that have lost a server in this step
         self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
         self._kicked = trio.Event()
@@ -115,16 +117,16 @@ class Driver:
             self._bereft.clear()
         step, open_stages = trainer.step, []  # a stage that has lost its servers may be at an earlier one for a while
         for stage, each in enumerate(servers):
-            there = [standing for standing in each.values() if standing.step == step]
-            if steps[stage] > step or any(standing.settled for standing in there):
+            there = {peer: standing for peer, standing in each.items() if standing.step == step}
+            if steps[stage] > step or any(standing.settled for standing in there.values()):
                 trainer.settled(stage)
                 continue
             if stage in trainer.stages_settled and there:
                 trainer.reopened(stage)
             open_stages.append(stage)
-            for standing in there:
-                if standing.attempt > self._told.get(stage, 0):
-                    self._told[stage] = standing.attempt
+            for peer, standing in there.items():
+                if standing.attempt > self._told.get((stage, peer), 0):
+                    self._told[stage, peer] = standing.attempt
                     if stage in self._bereft:
                         self._doubt(stage)
                     orphans = trainer.missing(stage, standing.attempt - 1, standing.missing)
@@ -139,7 +141,8 @@ class Driver:
 
         A sum that did not count was dropped then, as others had the same microbatches: maybe the one that is gone.
         """
-        self.trainer.missing(stage, self._told.get(stage, 0) - 1, range(self._microbatches))
+        failed = max((count for (each, _), count in self._told.items() if each == stage), default=0)
+        self.trainer.missing(stage, failed - 1, range(self._microbatches))
 
     def _owned(self, step: int, numbers: Iterable[int]) -> list[int]:
         """Those of a step's microbatches that are ours, as things are."""

@@ -65,4 +65,5 @@ def _ask(server: StageServer, request: Request) -> Answer:
     batch = server.take(0.0)
     assert batch is not None
     ((_, answer),) = server.finish(batch, server.compute(batch))
+    assert isinstance(answer, Answer)
     return answer

@@ -152,22 +152,19 @@ class StageService:
     async def _work(self, batch: Batch) -> None:
         began = trio.current_time()
         self._tell_begin(batch)
-        answers: list[Answer] | None = None
-        problem: ShoalError | None = None
+        answers: list[Answer | ProtocolError] | None = None
         try:
             answers = await self._compute(self.server.compute, batch)
-        except ProtocolError as error:  # of who has sent it; others of the batch may try again
-            problem = RequestRefused(str(error), code="misfit")
         finally:
             finished = self.server.finish(batch, answers)
         self._measure(batch, trio.current_time() - began)
         for ticket, answer in finished:
             waiting = _waiting(ticket)
+            if isinstance(answer, ProtocolError):
+                waiting.fail(RequestRefused(str(answer), code="misfit"))
+                continue
             waiting.answer = answer
             waiting.done.set()
-        if problem is not None:
-            for each in batch.arrived:
-                _waiting(each.ticket).fail(problem)
         if batch.counts:
             self._changed()
 

@@ -26,6 +26,9 @@ from protocol.errors import RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operations import AsyncCollective
 
+MOST = 1 << 48
+"""What a server may say of steps, settlements and samples stays below it."""
+
 RETRY = 0.5
 """Seconds until something that failed is tried again, unless the standings change earlier."""
 
@@ -242,4 +245,5 @@ def _unpack(block: memoryview) -> _Word | None:
     except (ValueError, TypeError, msgpack.UnpackException):
         return None
     numbers = [step, attempt, *ledger, *ledger.values()]
-    return _Word(step, attempt, ledger) if all(type(each) is int and each >= 0 for each in numbers) else None
+    sound = all(type(each) is int and 0 <= each < MOST for each in numbers)
+    return _Word(step, attempt, ledger) if sound else None

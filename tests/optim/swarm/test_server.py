@@ -179,11 +179,32 @@ def test_requests_without_sense_are_refused(server, changes):
 def test_what_does_not_fit_the_stage_is_an_error_and_changes_nothing(server, request_):
     server.submit(0, request_, 0.0)
     batch = server.take(0.0)
-    with pytest.raises(ProtocolError):
-        server.compute(batch)
-    assert server.finish(batch, None) == []
+    ((_, answer),) = server.finish(batch, server.compute(batch))
+    assert isinstance(answer, ProtocolError)
     assert not server.ledger
     assert not server.busy
+
+
+@pytest.mark.parametrize("targets", [torch.full((2, 12), 300), torch.ones(2, 5), torch.ones(2)])
+def test_what_does_not_fit_spoils_no_other_request(targets):
+    last = serve(cut(transformer_chain(), 2)[1], MICROBATCHES)
+    last.stage.load(last.stage.model.state_dict())
+    good = torch.ones(2, 12)
+    for number, each in enumerate([good, targets, good]):
+        request = Request(
+            kind="backward",
+            step=0,
+            number=number,
+            inputs=PACKER.pack(activations(), "fp32"),
+            targets=PACKER.pack(each, "tokens"),
+            count=True,
+        )
+        last.submit(number, request, 0.0)
+    answers = {}
+    while (batch := last.take(0.0)) is not None:
+        answers |= dict(last.finish(batch, last.compute(batch)))
+    assert [isinstance(answers[number], ProtocolError) for number in range(3)] == [False, True, False]
+    assert last.ledger == {0: 2, 2: 2}
 
 
 def test_there_is_a_bound_on_what_waits(server):

@@ -265,3 +265,19 @@ def test_another_step_forgets_the_one_before(trainer):
     trainer.answered(send.call, answer_to(send), 0.0)
     sent, _ = walk(trainer)
     assert {(send.message.step, send.message.number) for send in sent} == {(1, 1)}
+
+
+def test_a_server_that_claims_to_have_counted_what_it_was_not_asked_to_is_not_believed(trainer):
+    """Nor that so many settlements have failed that what it has counted can never be missing."""
+    (send,) = trainer.poll(0.0)
+    trainer.answered(send.call, answer_to(send, counted=True, attempt=2**40), 0.0)
+    sent, _ = walk(trainer)
+    assert (0, "backward", True) in way(sent)
+    assert trainer.idle
+    trainer.missing(0, 0, [0])
+    assert not trainer.idle
+    _, last = walk(trainer, (0, "backward"))
+    trainer.answered(last.call, answer_to(last, attempt=2**40), 0.0)
+    assert trainer.idle
+    trainer.missing(0, 2, [0])
+    assert not trainer.idle
