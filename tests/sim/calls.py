@@ -95,8 +95,19 @@ class Calls:
         for plans in rounds.values():
             for one, holders in plans.values():
                 for other, _ in plans.values():
-                    if one.ballot < other.ballot:
+                    if one.ballot < other.ballot and not self._forgotten(one, other):
                         assert not holders & self.accepted[other.id], "a later plan includes who has an earlier result"
+
+    def _forgotten(self, one: Plan, other: Plan) -> bool:
+        """Whether somebody has died that had accepted the later plan, come back, and accepted the earlier one.
+
+        Nobody has promised anything any more then: a peer that comes back begins its operations anew.
+        """
+        return any(
+            before is not after and before.id == after.id
+            for after in self.accepted[one.id]
+            for before in self.accepted[other.id]
+        )
 
     def _check_values(self, peer, outcome: Outcome, numbers) -> None:
         match outcome:
