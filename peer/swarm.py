@@ -43,14 +43,14 @@ from peer.reach import (
     tell_paths,
     write_book,
 )
-from peer.ticket import MAX_BOOTSTRAP, Ticket
+from peer.ticket import MAX_BOOTSTRAP, Ticket, TicketError
 from protocol.background import in_background
 from protocol.blocking import BlockingCollective
 from protocol.channels import ChannelSettings
-from protocol.codecs import CodecName
+from protocol.codecs import NAMES, CodecName
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import PeerGone, PeerUnreachable, RequestRefused, RoundAborted, ShoalError
+from protocol.errors import PeerGone, PeerUnreachable, RequestRefused, RoundAborted, SettingsError, ShoalError
 from protocol.identity import PeerId
 from protocol.mesh import Known, Mesh
 from protocol.operations import AsyncCollective
@@ -173,6 +173,8 @@ class Swarm(BlockingCollective):
     @contextmanager
     def join(cls, ticket: str, **options: Unpack[SwarmOptions]) -> Iterator[Swarm]:
         """Joins a swarm; see `open_swarm`."""
+        if not isinstance(ticket, str):  # such as what an environment variable that is not set gives
+            raise TicketError(f"a ticket is text, not {ticket!r}")
         with in_background(partial(open_swarm, ticket, **options)) as (swarm, token):
             yield cls(swarm, token)
 
@@ -227,7 +229,12 @@ async def open_swarm(
         RequestRefused: The ticket is that of a run that daemons train.
         AddressError, HomeError, EventsError: An option cannot be used.
         IdentityInUse: Another peer with the identity of this home is there.
+        SettingsError, TypeError: There is no such codec, or no such option.
     """
+    if unknown := options.keys() - SwarmOptions.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)!r}; there are {', '.join(SwarmOptions.__annotations__)}")
+    if options.get("codec", "fp32") not in NAMES:
+        raise SettingsError(f"there is no codec {options['codec']!r}", hint=f"there are {', '.join(NAMES)}")
     first = [parse_contact(text) for text in options.get("bootstrap", ())]
     try:
         with _home(options.get("home")) as home:

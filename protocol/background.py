@@ -37,7 +37,7 @@ def in_background(
     finally:
         thread.stop()
     if thread.failure is not None:
-        raise thread.failure from ended
+        raise thread.failure
     if ended is not None:
         raise ended
 
@@ -58,19 +58,23 @@ class _Thread(threading.Thread, Generic[_T]):
 
     def run(self) -> None:
         """The thread."""
-        error: ShoalError | None = None
+        error: Exception | None = None
         try:
             trio.run(self._live)
         except* ShoalError as group:
             error = first_error(group)
         except* Exception as group:
-            error = RoundAborted("the peer has ended because of a fault in this program")
-            error.__cause__ = group
+            error = group
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
         finally:
-            if self.opened.done():
-                self.failure = error
-            else:
+            if not self.opened.done():
                 self.opened.set_exception(error or RoundAborted("the peer did not start"))
+            elif isinstance(error, ShoalError):
+                self.failure = error
+            elif error is not None:
+                self.failure = RoundAborted("the peer has ended because of a fault in this program")
+                self.failure.__cause__ = error
 
     def stop(self) -> None:
         """Leaves it, and waits for the end. It may be on its way in still."""

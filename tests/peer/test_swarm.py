@@ -20,7 +20,7 @@ from peer.helper import HelperConfig, run_helper
 from peer.home import Home, HomeInUse
 from peer.ticket import Ticket, TicketError
 from protocol.background import in_background
-from protocol.errors import PeerUnreachable, RequestTimeout, RoundAborted, WrongSwarmKey
+from protocol.errors import AddressError, PeerUnreachable, RequestTimeout, RoundAborted, SettingsError, WrongSwarmKey
 from protocol.transport import Address
 
 HERE = {"listen": "127.0.0.1:0", "map_port": False}
@@ -157,3 +157,23 @@ def test_a_fault_of_the_swarm_comes_to_light(monkeypatch):
         founder.barrier()
         founder.wait_for(2)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"max_uplaod": 5}, TypeError, "max_upload"),
+        ({"codec": "int3"}, SettingsError, "int3"),
+        ({"max_upload": "4M"}, TypeError, "str"),
+        ({"listen": "nowhere"}, AddressError, "nowhere"),
+        ({"bootstrap": ["somebody"]}, AddressError, "somebody"),
+    ],
+)
+def test_options_that_make_no_sense(options, error, words):
+    with pytest.raises(error, match=words), Swarm.found("a test", **{**HERE, **options}):
+        pass
+
+
+def test_a_ticket_that_is_not_there():
+    with pytest.raises(TicketError, match="None"), Swarm.join(None, **HERE):
+        pass
