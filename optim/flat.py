@@ -101,6 +101,10 @@ class FlatParameters:
         """The parameters, as far as they are here, with their places."""
         return zip(self.slices, map(local_parameter, self._parameters.values()), strict=True)
 
+    def originals(self) -> Iterator[tuple[Slice, nn.Parameter]]:
+        """The parameters as the model has them, which may be shared, with the places of what is here."""
+        return zip(self.slices, self._parameters.values(), strict=True)
+
     def read(self) -> torch.Tensor:
         """A copy of the model's values: one-dimensional, fp32, on the CPU."""
         return self.gather({name: local(parameter.detach()) for name, parameter in self._parameters.items()})

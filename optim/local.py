@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -63,6 +63,7 @@ class LocalSwarm:
         self._run = run
         self._present = frozenset(names)
         self._failure: str | None = None
+        self._lives: Sequence[Future[Any]] = ()  # of the last run
         self._changed = threading.Condition()
         self._meetings: dict[tuple[Key, int], Meeting] = {}
         self._queues: dict[Key, Queue] = {}
@@ -71,20 +72,21 @@ class LocalSwarm:
     def run(self, replica: Callable[[LocalPeer], _T]) -> list[_T]:
         """Calls `replica` for each peer, all at the same time, and returns what they return.
 
-        If one raises an exception, the others' operations raise `RoundAborted`, and it is raised here. May be called
-        again: the peers go on with what they remember.
+        If one raises an exception, the others' operations raise `RoundAborted`, and it is raised here. The same goes
+        for a `KeyboardInterrupt`. May be called again: the peers go on with what they remember.
         """
+        wait(self._lives)  # those of a run that was interrupted twice
         self._present = frozenset(peer.peer_id for peer in self.peers)
         self._failure = None
         self._meetings.clear()
         self._clocks.begin(self._present)
 
         def live(peer: LocalPeer) -> _T:
+            start.wait()
             try:
                 return replica(peer)
             except BaseException as error:
-                with self._changed:
-                    self._failure = self._failure or f"{peer.peer_id.short} has failed: {error}"
+                self._fail(f"{peer.peer_id.short} has failed: {error}")
                 raise
             finally:
                 with self._changed:
@@ -92,12 +94,26 @@ class LocalSwarm:
                     self._clocks.leave(peer.peer_id)
                     self._settle()
 
+        start = threading.Barrier(len(self.peers) + 1)  # an interruption before there are all of them leaves none
         with ThreadPoolExecutor(len(self.peers), thread_name_prefix="replica") as threads:
-            lives = [threads.submit(live, peer) for peer in self.peers]
+            try:
+                self._lives = lives = [threads.submit(live, peer) for peer in self.peers]
+                start.wait()
+                wait(lives)
+            except BaseException:
+                start.abort()
+                self._fail("the run was interrupted")
+                raise
         errors = [error for one in lives if (error := one.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, RoundAborted)):  # the cause before its effects
             raise error
         return [one.result() for one in lives]
+
+    def _fail(self, reason: str) -> None:
+        """All operations of this run raise an exception from now on."""
+        with self._changed:
+            self._failure = self._failure or reason
+            self._settle()
 
     def meet(
         self, peer: PeerId, key: Key, number: int, offer: torch.Tensor | None, weight: float, timeout: float | None
@@ -114,9 +130,13 @@ class LocalSwarm:
             if ran := self._clocks.wait(peer):
                 meeting.runners.add(peer)
             self._settle()
-            if not self._changed.wait_for(lambda: meeting.over, timeout):
-                del meeting.offers[peer], meeting.weights[peer]
-                self._give_up(peer, ran)
+            try:
+                self._changed.wait_for(lambda: meeting.over, timeout)
+            finally:
+                if not meeting.over:  # time is over, or we were interrupted
+                    del meeting.offers[peer], meeting.weights[peer]
+                    self._give_up(peer, ran)
+            if not meeting.over:
                 raise RequestTimeout(f"the other peers have not come within {timeout:g} s")
             if meeting.error is not None:
                 raise RoundAborted(str(meeting.error)) from meeting.error
@@ -132,8 +152,9 @@ class LocalSwarm:
         weight: float,
         window: Window,
         timeout: float | None,
-    ) -> list[Meeting]:
-        """One peer comes to an operation with a window. Returns those since number `seen`; it takes part in the last.
+    ) -> tuple[int, list[Meeting]]:
+        """One peer comes to an operation with a window. Returns its number, and those since number `seen` that have
+        come to something; it takes part in the last.
 
         Raises:
             Behind: What it has missed is not kept any more.
@@ -157,7 +178,8 @@ class LocalSwarm:
                 raise RoundAborted(str(error)) from error
             if seen + 1 not in queue.results:
                 raise Behind(next(iter(queue.results[number].offers)), number)
-            return [queue.results[missed] for missed in range(seen + 1, number + 1)]
+            since = [queue.results[each] for each in range(seen + 1, number + 1)]
+            return number, [meeting for meeting in since if meeting.error is None]
 
     def _give_up(self, peer: PeerId, ran: bool) -> None:
         if ran:
@@ -272,8 +294,8 @@ class LocalPeer(Collective):
             meetings = [self._meet(key, vector, weight, timeout)[1]]
         else:
             seen = self._numbers.get(key, 0)
-            meetings = self._swarm.come(self.peer_id, key, seen, vector, weight, window, timeout)
-            self._numbers[key] = seen + len(meetings)
+            number, meetings = self._swarm.come(self.peer_id, key, seen, vector, weight, window, timeout)
+            self._numbers[key] = number
         if feedback is not None:
             feedback.commit()
         *missed, reduced = (self._reduced(meeting, shapes_of(values)) for meeting in meetings)

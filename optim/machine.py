@@ -13,8 +13,8 @@ import torch.distributed as dist
 from optim.flat import FlatParameters, Selection, select
 from optim.sender import Message, Sender, carry_out
 from optim.shards import Span
-from optim.slots import Finalizer, Layout, Memory, Mixed
-from protocol.collective import Collective
+from optim.slots import AllReduce, Finalizer, Layout, Memory, Mixed, Mixing
+from protocol.collective import Collective, Reduced
 from protocol.errors import ProtocolError, RoundAborted, SettingsError
 from protocol.identity import PeerId
 
@@ -38,6 +38,14 @@ class Link(Protocol):
 
         Raises:
             ShoalError: The exchange failed.
+        """
+        ...
+
+    def mean(self, values: torch.Tensor, weight: float) -> torch.Tensor | None:
+        """The peers' mean of one or more vectors like the model, one after the other; None if nobody has anything.
+
+        Raises:
+            ShoalError: The exchange failed, or what came does not fit.
         """
         ...
 
@@ -77,6 +85,9 @@ class Direct:
 
     def finish(self, finalizer: Finalizer, parameters: torch.Tensor) -> torch.Tensor:
         return carry_out(self._swarm, finalizer.finish(parameters, self._flat.slices), tag="finish")
+
+    def mean(self, values: torch.Tensor, weight: float) -> torch.Tensor | None:
+        return carry_out(self._swarm, _mean(values, weight))
 
     def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
         return _blocks(self._swarm, block, tag)
@@ -238,6 +249,17 @@ class _Shared:
 
         return self._handed_out(self._in_the_first(end, parameters, whole), parameters, whole)
 
+    def mean(self, values: torch.Tensor, weight: float) -> torch.Tensor | None:
+        whole = select(self._flat.whole, range(len(self._flat.whole)))
+
+        def average(swarm: Collective, full: torch.Tensor) -> tuple[torch.Tensor | None]:
+            return (carry_out(swarm, _mean(full, weight)),)
+
+        (mean,) = self._in_the_first(average, values, whole) or (None,)
+        if not self._told(mean is not None):
+            return None
+        return self._handed_out(mean, values, whole)
+
     def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
         def gather(swarm: Collective) -> Mapping[PeerId, bytes]:
             return _blocks(swarm, block, tag)
@@ -364,6 +386,15 @@ def _brings(layout: Layout, spans: Sequence[Sequence[Span]]) -> list[set[int]]:
         for index in first.values():
             brings[index].add(place)
     return brings
+
+
+def _mean(values: torch.Tensor, weight: float) -> Mixing[torch.Tensor | None]:
+    """The peers' mean; None if nobody has anything."""
+    reduced = yield AllReduce(values, weight)
+    assert isinstance(reduced, Reduced)
+    if reduced.mean.shape != values.shape:
+        raise ProtocolError(f"the swarm's mean has {len(reduced.mean)} values, not {len(values)}")
+    return reduced.mean if reduced.contributors else None
 
 
 def _blocks(swarm: Collective, block: bytes, tag: str) -> Mapping[PeerId, bytes]:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from optim.buffers import Buffers
-from optim.machine import Direct
-from optim.sender import carry_out
-from optim.slots import AllReduce, Mixing
+from optim.machine import Machine, link_of
+from optim.shards import local
 from optim.wrapper import Wrapper
-from protocol.collective import Collective, Reduced
-from protocol.errors import ProtocolError, SettingsError
+from protocol.collective import Collective
+from protocol.errors import SettingsError
 
 
 @attrs.frozen
@@ -71,6 +70,8 @@ class QuasiHyperbolicAdam(torch.optim.Optimizer):
         self.beta = beta
         self.taken = 0
         """Steps that were taken."""
+        self.agreed: Callable[[bool], bool] = bool
+        """Whether something holds in all processes that share the parameters."""
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -82,7 +83,7 @@ class QuasiHyperbolicAdam(torch.optim.Optimizer):
                 loss = closure()
         due = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         due = [(parameter, group) for parameter, group in due if parameter.grad is not None]
-        if all(bool(torch.isfinite(parameter.grad * parameter.grad).all()) for parameter, _ in due):
+        if self.agreed(all(bool(torch.isfinite(local(parameter.grad).square()).all()) for parameter, _ in due)):
             self.taken += 1
             for parameter, group in due:
                 self._update(parameter, parameter.grad, group)
@@ -121,29 +122,26 @@ class MultiTimescaleOptimizer(Wrapper):
     Args:
         model: The model that the inner optimizer trains.
         inner: What steps.
-        swarm: Forms the means.
+        swarm: Forms the means. Processes of one machine that share the model give a `Machine`.
         sync_every: H.
         periods: Steps between averages: of each momentum, and of the squares last; multiples of H.
         tokens_per_step: What one step counts for in the means.
 
     Raises:
-        SettingsError: The periods do not fit, or the inner optimizer trains what is not a parameter of the model, or
-            several processes share the model.
+        SettingsError: The periods do not fit, or the inner optimizer trains what is not a parameter of the model.
     """
 
     def __init__(
         self,
         model: nn.Module,
         inner: QuasiHyperbolicAdam,
-        swarm: Collective,
+        swarm: Collective | Machine,
         *,
         sync_every: int = 32,
         periods: Sequence[int] | None = None,
         tokens_per_step: int = 1,
     ) -> None:
         super().__init__(model, inner, tokens_per_step=tokens_per_step)
-        if self._flat.slices != self._flat.whole:
-            raise SettingsError("the model is shared among several processes, which this optimizer cannot handle")
         if sync_every < 1:
             raise SettingsError(f"sync_every must be at least 1, not {sync_every}")
         betas = [*(beta for beta, _ in inner.momenta), inner.beta]
@@ -155,8 +153,10 @@ class MultiTimescaleOptimizer(Wrapper):
         self.steps = 0
         """Inner steps."""
         self._names = [*(f"momentum {index}" for index in range(len(inner.momenta))), "second"]
-        self._swarm, self._every = swarm, sync_every
-        self._adam, self._link, self._buffers = inner, Direct(swarm, self._flat), Buffers(model)
+        self._every = sync_every
+        self._adam, self._link, self._buffers = inner, link_of(swarm, self._flat), Buffers(model)
+        if not self._link.all(self._flat.slices == self._flat.whole):
+            inner.agreed = self._link.all  # each looks at a part of the gradient
         self._due: list[str] = []
         self._fresh = 0  # steps taken since the last average
 
@@ -185,9 +185,9 @@ class MultiTimescaleOptimizer(Wrapper):
     def _average(self, weight: float) -> None:
         problem = self._buffers.average(self._link.gather, weight)
         values = torch.cat([self._read(name) for name in self._due])
-        if not bool(torch.isfinite(values).all()):
+        if not self._link.all(bool(torch.isfinite(values).all())):
             values, weight = torch.zeros_like(values), 0.0
-        mean = carry_out(self._swarm, _mean(values, weight))
+        mean = self._link.mean(values, weight)
         if mean is not None:
             for name, part in zip(self._due, torch.split(mean, self._flat.length), strict=True):
                 self._write(name, part)
@@ -211,8 +211,8 @@ class MultiTimescaleOptimizer(Wrapper):
 
     def _tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's tensor of that name; a parameter that has had no gradient yet has zeros."""
-        for place, parameter in self._flat.parameters():
-            yield place.name, self.inner.state[parameter].get(name, torch.zeros_like(parameter))
+        for place, parameter in self._flat.originals():
+            yield place.name, local(self.inner.state[parameter].get(name, torch.zeros_like(parameter)))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dictionary; under "averages", where the run stands."""
@@ -235,12 +235,3 @@ class MultiTimescaleOptimizer(Wrapper):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "averages"})
         self._share_with_inner()
         self.steps, self._due, self._fresh = saved["steps"], list(saved["due"]), saved["fresh"]
-
-
-def _mean(values: torch.Tensor, weight: float) -> Mixing[torch.Tensor | None]:
-    """The peers' mean; None if nobody has anything."""
-    reduced = yield AllReduce(values, weight)
-    assert isinstance(reduced, Reduced)
-    if reduced.mean.shape != values.shape:
-        raise ProtocolError(f"the swarm's mean has {len(reduced.mean)} values, not {len(values)}")
-    return reduced.mean if reduced.contributors else None

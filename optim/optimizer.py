@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import attrs
@@ -284,7 +284,9 @@ class LowCommunicationOptimizer(Wrapper):
         """Waits for the exchange that is under way, if any. One that failed is lost."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        wait([pending])  # whoever is interrupted here still has it
+        self._pending = None
         try:
             self._replica.arrived(pending.result())
         except BaseException:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optim import GradientOptimizer, LowCommunicationOptimizer, Machine, gradient_recipe, recipe
 from optim.flat import unwrapped
 from optim.methods import GRADIENT_RECIPES
+from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.shards import local
 from protocol.errors import SettingsError, ShoalError
 from protocol.standalone import join_collective
@@ -41,6 +42,9 @@ def prepared(kind, model=None):
 
 
 def optimizer_of(model, swarm, name, constants):
+    if name == "mtdao":
+        inner = QuasiHyperbolicAdam(model.parameters(), lr=0.01, momenta=((0.5, 0.3), (0.9, 0.5)), beta=0.99)
+        return MultiTimescaleOptimizer(model, inner, swarm, **constants)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if name in GRADIENT_RECIPES:
         return GradientOptimizer(model, inner, swarm, gradient_recipe(name, **constants))
@@ -65,8 +69,48 @@ def compare(spec, machine):
             assert optimizer.outer.parameters.numel() == sum(
                 (p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters()
             )
+        elif isinstance(optimizer, MultiTimescaleOptimizer):
+            optimizer.finish()
         results[name] = values(model).tolist()
     return results
+
+
+def resume(spec, machine):
+    """In the middle each process saves what it has itself, and goes on from that with a new model."""
+    results = {}
+    for name, constants in spec["methods"]:
+        model = prepared(spec["kind"])
+        optimizer = optimizer_of(model, machine, name, constants)
+        stream = list(batches(spec["seed"], spec["steps"]))
+        train(model, optimizer, stream[: len(stream) // 2])
+        path = f"{spec['out']}.{spec['rank']}"
+        torch.save([optimizer.state_dict(), [local(p.detach()) for p in model.parameters()]], path)
+        model = prepared(spec["kind"])
+        optimizer = optimizer_of(model, machine, name, constants)
+        state, saved = torch.load(path, weights_only=True)
+        with torch.no_grad():
+            for part, old in zip(model.parameters(), saved, strict=True):
+                local(part).copy_(old)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, stream[len(stream) // 2 :])
+        if not isinstance(optimizer, GradientOptimizer):
+            optimizer.finish()
+        results[name] = values(model).tolist()
+    return results
+
+
+def overflow(spec, machine):
+    """One process's part of a gradient is not finite: no process of the machine takes that step."""
+    model = prepared(spec["kind"])
+    optimizer = optimizer_of(model, machine, "mtdao", {"sync_every": 3})
+    for step, (inputs, targets) in enumerate(batches(spec["seed"], spec["steps"])):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        if step == 1 and spec["rank"] == 1:
+            next(p.grad for p in model.parameters() if p.grad.to_local().numel()).to_local().fill_(float("inf"))
+        optimizer.step()
+    assert optimizer.inner.taken == spec["steps"] - 1
+    return {"values": values(model).tolist()}
 
 
 def survive(spec, machine):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optim import GradientOptimizer, LocalSwarm, LowCommunicationOptimizer, gradient_recipe, recipe
-from optim.methods import GRADIENT_RECIPES
+from optim import GradientOptimizer, LocalSwarm
+from tests.optim.rank import optimizer_of
 from tests.optim.toys import batches, make_model, train, values_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,9 @@ METHODS = [
     ("sparseloco", {"inner_steps": 3}),
     ("powersgd", {"rank": 1}),
     ("demo", {"k": 4}),
+    ("mtdao", {"sync_every": 3}),
 ]
+OTHERS = [*METHODS[:3], METHODS[-1]]
 
 
 def free_address():
@@ -77,23 +79,19 @@ def machines(tmp_path):
 def trained(swarm, peer, name, constants, steps=STEPS):
     """What a peer of one process ends with."""
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if name in GRADIENT_RECIPES:
-        optimizer = GradientOptimizer(model, inner, peer, gradient_recipe(name, **constants))
-    else:
-        optimizer = LowCommunicationOptimizer(model, inner, peer, recipe(name, **constants))
+    optimizer = optimizer_of(model, peer, name, constants)
     train(model, optimizer, batches(swarm.peers.index(peer), steps))
-    if isinstance(optimizer, LowCommunicationOptimizer):
+    if not isinstance(optimizer, GradientOptimizer):
         optimizer.finish()
     return values_of(model)
 
 
-def check(machines, methods):
+def check(machines, methods, steps=STEPS):
     """Machines end with what peers of one process do."""
     ended = [machines.result(index) for index in range(2)]
     for name, constants in methods:
         swarm = LocalSwarm(2)
-        expected = swarm.run(partial(trained, swarm, name=name, constants=constants))
+        expected = swarm.run(partial(trained, swarm, name=name, constants=constants, steps=steps))
         for ours, theirs in zip(ended, expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours[name]), theirs, rtol=1e-5, atol=1e-7)
 
@@ -107,9 +105,9 @@ def test_two_machines_of_two_processes_are_two_peers(machines):
 
 @pytest.mark.processes
 def test_machines_that_share_in_other_ways_fit_together(machines):
-    machines.start(0, "compare", methods=METHODS[:3], steps=STEPS, kind="ddp")
-    machines.start(1, "compare", methods=METHODS[:3], steps=STEPS, kind="hsdp", size=4)
-    check(machines, METHODS[:3])
+    machines.start(0, "compare", methods=OTHERS, steps=STEPS, kind="ddp")
+    machines.start(1, "compare", methods=OTHERS, steps=STEPS, kind="hsdp", size=4)
+    check(machines, OTHERS)
 
 
 @pytest.mark.processes
@@ -130,6 +128,27 @@ def test_machines_that_do_not_wait_for_each_other_end_with_the_same(machines):
     machines.start(0, "compare", methods=methods, steps=4 * STEPS)
     machines.start(1, "compare", methods=methods, steps=2 * STEPS)
     assert machines.result(0) == machines.result(1)
+
+
+@pytest.mark.processes
+def test_each_process_saves_and_loads_what_it_has(machines):
+    methods = [
+        METHODS[0],
+        METHODS[2],
+        *METHODS[-2:],
+    ]  # of each kind of optimizer one, and one in the middle of exchanges
+    for index in range(2):
+        machines.start(index, "resume", methods=methods, steps=STEPS - 2)
+    check(machines, methods, STEPS - 2)
+
+
+@pytest.mark.processes
+def test_a_gradient_that_overflows_in_one_process_is_no_step_of_the_machine(machines):
+    for index in range(2):
+        machines.start(index, "overflow", steps=6)
+    one, other = (torch.tensor(machines.result(index)["values"]) for index in range(2))
+    assert torch.isfinite(one).all()
+    assert torch.equal(one, other)
 
 
 @pytest.mark.processes

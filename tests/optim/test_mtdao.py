@@ -145,8 +145,8 @@ def test_a_gradient_that_is_not_finite_or_whose_square_is_not_is_left_out(factor
 
     def replica(peer):
         model, index = make_model(), swarm.peers.index(peer)
-        inner = inner_of(model)
-        optimizer = MultiTimescaleOptimizer(model, inner, Flaky(peer, failing=()), sync_every=2, periods=(4, 64, 64))
+        inner, noted = inner_of(model), Flaky(peer, failing=())
+        optimizer = MultiTimescaleOptimizer(model, inner, noted, sync_every=2, periods=(4, 64, 64))
         for number, (inputs, targets) in enumerate(batches(index, 8)):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -157,7 +157,7 @@ def test_a_gradient_that_is_not_finite_or_whose_square_is_not_is_left_out(factor
             assert torch.equal(values_of(model), before) == ((index, number) == (1, 2))
         for state in inner.state.values():
             assert all(torch.isfinite(values).all() for values in state.values())
-        return values_of(model), [weight for _, weight in optimizer._swarm.brought]
+        return values_of(model), [weight for _, weight in noted.brought]
 
     (one, full), (other, less) = swarm.run(replica)
     assert torch.equal(one, other)
