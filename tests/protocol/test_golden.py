@@ -221,7 +221,21 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (hello, mesh, punch, reachability, relay, rivals, dht, round_messages, membership, rotation, probe, sync)
+    modules = (
+        hello,
+        mesh,
+        punch,
+        reachability,
+        relay,
+        rivals,
+        dht,
+        round_messages,
+        membership,
+        rotation,
+        probe,
+        stages,
+        sync,
+    )
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 
