@@ -16,6 +16,7 @@ from dht import messages as dht
 from dht.ids import Contact
 from dht.records import Record
 from peer import chain, membership, probe, rotation, sync
+from peer.pipeline import messages as stages
 from protocol import frames, hello, lane, mesh, punch, reachability, relay, rivals, round_messages, wire
 from protocol.budget import Budget
 from protocol.channel import LANE_OPENING
@@ -57,6 +58,8 @@ UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
 RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True, 400),))
 GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
+STANDING = stages.Standing(5, 0, 1, True, 7, 1, 4, False, (2, 3), 2.5, 6, 1, False, 2, (0,))
+SHAPE = stages.Shape("int8", (2, 16, 8), 264)
 
 MESSAGES = {
     hello.Hello(b"\x01" * 8, 2, 7070): "9a ab73686f616c2e68656c6c6f c408 01*8 02 cd1b9e c0 c0 c0 c2 c2 c2",
@@ -183,6 +186,24 @@ MESSAGES = {
     probe.Probe(5, 300): "93 ab70726f62652e7374617274 05 cd012c",
     probe.ProbeAnswer(HOME, 1.5): ("93 ac70726f62652e616e73776572 ae3139322e302e322e373a37303730 cb3ff8000000000000"),
     sync.RangeReply(1 << 20): "92 ab73746174652e6279746573 ce00100000",
+    stages.Hello(ONES, STANDING): (
+        "93ab73746167652e68656c6c6fc420 11*32 9f050001c3070104c2920203cb40040000000000000601c2029100 "
+    ),
+    stages.Welcome(stages.Standing()): (
+        "92ad73746167652e77656c636f6d659f00c0c0c2000000c290cb00000000000000000000c2c090 "
+    ),
+    stages.Ask(ONES, "backward", 7, 3, True, 30.0, SHAPE, None, SHAPE): (
+        "9aa973746167652e61736bc420 11*32 a86261636b776172640703c3cb403e00000000000093a4696e743893021008cd "
+        "0108c093a4696e743893021008cd0108 "
+    ),
+    stages.Reply(7, 3, True, 1, True, None, SHAPE): (
+        "98ac73746167652e616e737765720703c301c3c093a4696e743893021008cd0108 "
+    ),
+    stages.WithdrawRequest(ONES, 7, 3): "94ae73746167652e7769746864726177c420 11*32 0703",
+    stages.WithdrawReply(7, 3, False, 1): "95af73746167652e77697468647261776e0703c201",
+    stages.FetchState(ONES): "92ab73746167652e6665746368c420 11*32",
+    stages.FetchTied(ONES, 7): "93aa73746167652e74696564c420 11*32 07",
+    stages.TensorsReply(7, 1 << 20): "93ad73746167652e74656e736f727307ce00100000",
 }
 
 
@@ -200,7 +221,21 @@ def test_messages(message):
 
 
 def test_every_message_type_is_here():
-    modules = (hello, mesh, punch, reachability, relay, rivals, dht, round_messages, membership, rotation, probe, sync)
+    modules = (
+        hello,
+        mesh,
+        punch,
+        reachability,
+        relay,
+        rivals,
+        dht,
+        round_messages,
+        membership,
+        rotation,
+        probe,
+        stages,
+        sync,
+    )
     types = {value for module in modules for value in vars(module).values() if is_message(value)}
     assert {type(message) for message in MESSAGES} == types
 

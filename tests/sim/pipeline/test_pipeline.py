@@ -48,7 +48,7 @@ async def test_without_faults_it_is_what_one_process_makes(autojump_clock, swarm
     whole = single_process(steps)
     assert state.model.keys() == whole.model.keys()
     for name, values in whole.model.items():
-        torch.testing.assert_close(state.model[name], values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.model[name], values, rtol=1e-4, atol=1e-4)  # sums in another order, and Adam
 
 
 async def same(swarm, stages, steps):
