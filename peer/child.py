@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peer.recording import Event, LineTail, Recording
@@ -65,9 +65,27 @@ class Child:
         self._log_lines = LineTail(self.log)
         self.home.parent.mkdir(parents=True, exist_ok=True)
 
-    def start(self, command: Sequence[str]) -> None:
-        """Starts the process."""
-        self._process = spawn(command, self.log)
+    def start(self, command: Sequence[str], *what: str, data: str, flags: Mapping[str, object]) -> None:
+        """Starts a daemon on loopback that trains on the processor.
+
+        Args:
+            command: How to call Shoal's command line.
+            what: The command, such as "join" with a ticket.
+            data: "stdlib", or the path of a text file or directory.
+            flags: Further options, with their values.
+        """
+        usual = {
+            "--home": self.home,
+            "--listen": "127.0.0.1:0",
+            "--events": self.events,
+            "--ticket-file": self.ticket,
+            "--data": data if data == "stdlib" else Path(data).resolve(),
+            "--device": "cpu",
+            "--threads": 1,
+        }
+        words = [str(word) for flag in {**usual, **flags}.items() for word in flag]
+        # --debug: a traceback belongs into the log, since the home with its crash.log may be removed at the end.
+        self._process = spawn([*command, *what, "--debug", *words], self.log)
 
     @property
     def exit_code(self) -> int | None:

@@ -290,20 +290,9 @@ class _Stage:
     def _start(self, name: str, *what: str) -> Child:
         """Starts a daemon that is called `name`."""
         child = Child(name, self._root)
-        data = self._options.data if self._options.data == "stdlib" else str(Path(self._options.data).resolve())
-        flags = {
-            "--home": child.home,
-            "--listen": "127.0.0.1:0",
-            "--events": child.events,
-            "--ticket-file": child.ticket,
-            "--data": data,
-            "--device": "cpu",
-            "--threads": 1,
-            "--linger": LINGER,  # however short the run is, the newcomer finds somebody
-            "--max-upload": UPLOAD,
-        }
-        # --debug: a traceback belongs into the log, since the home with its crash.log may be removed at the end.
-        child.start([*self._command, *what, "--debug", *(str(word) for flag in flags.items() for word in flag)])
+        # However short the run is, the newcomer finds somebody.
+        flags = {"--linger": LINGER, "--max-upload": UPLOAD}
+        child.start(self._command, *what, data=self._options.data, flags=flags)
         self.children.append(child)
         return child
 

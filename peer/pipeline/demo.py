@@ -227,19 +227,7 @@ class _Play:
 
     def _start(self, name: str, *what: str) -> Child:
         child = Child(name, self._root)
-        data = self._options.data if self._options.data == "stdlib" else str(Path(self._options.data).resolve())
-        flags = {
-            "--home": child.home,
-            "--listen": "127.0.0.1:0",
-            "--events": child.events,
-            "--ticket-file": child.ticket,
-            "--data": data,
-            "--device": "cpu",
-            "--threads": 1,
-            "--max-upload": UPLOAD,
-        }
-        words = [str(word) for flag in flags.items() for word in flag]
-        child.start([*self._command, *what, "--debug", "--no-map", *words])
+        child.start(self._command, *what, "--no-map", data=self._options.data, flags={"--max-upload": UPLOAD})
         self._children.append(child)
         return child
 
