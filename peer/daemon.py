@@ -227,7 +227,7 @@ class _Daemon:
         config, settings = self._config, manifest.settings
         pipeline = await self._compute(make_pipeline, settings, manifest.run_id, corpus)
         needed, limit = memory_of(pipeline), config.max_memory
-        if limit is not None and needed > limit:
+        if config.serve and limit is not None and needed > limit:
             raise SettingsError(
                 f"a stage of this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
                 hint="allow more, or join with --no-serve",
@@ -251,6 +251,7 @@ class _Daemon:
         if manifest.founder == self._identity.public_key:
             while len(membership.others) + 1 < config.wait_for:
                 await membership.changes()
+        await membership.settled()
         await node.run()
         await trio.sleep(config.linger)
 

@@ -297,16 +297,21 @@ class _Stage:
         return child
 
     async def _kill_in_reduce(self, victim: Child) -> None:
-        """Kills a daemon as soon as it says that it has started a reduce."""
+        """Kills a daemon as soon as it says that it has started a reduce, or between two if they are too short."""
 
-        def started_round() -> int:
-            started = victim.recording.last("round_started")
+        def round_to_die_in() -> int:
+            started, done = victim.recording.last("round_started"), victim.recording.revision or 0
             round_ = 0 if started is None else started.integer("round")
-            return round_ if round_ not in victim.recording.committed else 0
+            if round_ >= KILL_ROUND and round_ not in victim.recording.committed:
+                return round_
+            return done + 1 if done > KILL_ROUND else 0  # its reduces are over before anybody can look
 
-        await self._until(lambda: started_round() >= KILL_ROUND)
+        await self._until(lambda: round_to_die_in() > 0 or not victim.running)
+        if not victim.running:
+            raise DemoFailed(f"{victim.name} was at the end before it could be killed", hint="use more --rounds")
+        round_ = round_to_die_in()
         victim.kill()
-        self._plot = attrs.evolve(self._plot, killed=victim.name, killed_round=started_round(), killed_at=time.time())
+        self._plot = attrs.evolve(self._plot, killed=victim.name, killed_round=round_, killed_at=time.time())
         self._say(f"{victim.name} gets SIGKILL in round {self._plot.killed_round}")
 
     async def _finish(self, alive: Sequence[Child]) -> None:

@@ -38,10 +38,15 @@ class Crew:
         run_id: 32 bytes.
         mesh: Who is there.
         standing: Ours, to begin with.
+        stages: How many the model has.
+        last: The step that ends the run; 0 if none does.
     """
 
-    def __init__(self, endpoint: Endpoint, run_id: bytes, mesh: Members, standing: Standing) -> None:
+    def __init__(
+        self, endpoint: Endpoint, run_id: bytes, mesh: Members, standing: Standing, *, stages: int, last: int
+    ) -> None:
         self._endpoint, self._run, self._mesh = endpoint, run_id, mesh
+        self._stages, self._last = stages, last
         self.own = standing
         self._others: dict[PeerId, Standing] = {}
         self.furthest = 0
@@ -116,16 +121,17 @@ class Crew:
                     told |= members
                     for peer in self._others.keys() - members:
                         del self._others[peer]
+                    for peer in self._heard_by.keys() - members:  # it forgets ours, too, and may be back in a moment
+                        del self._heard_by[peer]
                     self.notify()
                     await self._mesh.changes()
 
     async def _tell(self, peer: PeerId, told: set[PeerId]) -> None:
         """Keeps one member up to date for as long as it is there."""
-        number = -1
         try:
             while peer in self._mesh.members:
                 announced, current = self._announced, self.own
-                if current.number == number:
+                if current.number == self._heard_by.get(peer):
                     with trio.move_on_after(RETRY):  # it may be gone
                         await announced.wait()
                     continue
@@ -134,7 +140,7 @@ class Crew:
                 except ShoalError:
                     await trio.sleep(RETRY)
                     continue
-                number = self._heard_by[peer] = current.number
+                self._heard_by[peer] = current.number
                 self._hear(peer, welcome.standing)
         finally:
             told.discard(peer)
@@ -143,12 +149,19 @@ class Crew:
     async def _on_hello(self, hello: Hello, stream: Stream) -> Welcome:
         if not self._mesh.knows(stream.peer):
             raise RequestRefused("say hello to the run first", code="not_a_member")
+        if not self._can_be(hello.standing):
+            raise RequestRefused("there is no such stage, or no such step, in this run", code="implausible")
         self._hear(stream.peer, hello.standing)
         return Welcome(self.own)
 
+    def _can_be(self, standing: Standing) -> bool:
+        stages = {*standing.copies, *(() if standing.stage is None else (standing.stage,))}
+        return max(stages, default=0) < self._stages and (not self._last or standing.step <= self._last)
+
     def _hear(self, peer: PeerId, standing: Standing) -> None:
         known = self._others.get(peer)
-        if self._mesh.knows(peer) and (known is None or known.number < standing.number):
+        new = self._mesh.knows(peer) and (known is None or known.number < standing.number)
+        if new and self._can_be(standing):
             self._others[peer] = standing
             self.furthest = max(self.furthest, standing.step)
             self.notify()

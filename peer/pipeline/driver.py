@@ -24,8 +24,11 @@ from peer.pipeline.messages import (
 )
 from peer.pipeline.service import StageService
 from protocol.endpoint import Endpoint
-from protocol.errors import ShoalError
+from protocol.errors import RequestTimeout, ShoalError
 from protocol.identity import PeerId
+
+GRACE = 10.0
+"""Seconds beyond a request's patience after which nobody waits for its answer any more."""
 
 
 class Driver:
@@ -176,10 +179,12 @@ class Driver:
             return withdrawn_of(await self._endpoint.request(send.peer, request, WithdrawReply))
         if own is not None:
             return await own.ask(message)
-        async with self._endpoint.open(send.peer, ask_of(run, message), bulk=True) as stream:
-            await send_payloads(stream, message.inputs, message.targets, message.gradient)
-            await stream.finish()
-            return await receive_answer(stream)
+        with trio.move_on_after(message.patience + GRACE):
+            async with self._endpoint.open(send.peer, ask_of(run, message), bulk=True) as stream:
+                await send_payloads(stream, message.inputs, message.targets, message.gradient)
+                await stream.finish()
+                return await receive_answer(stream)
+        raise RequestTimeout(f"{send.peer.short} has not answered within {message.patience + GRACE:g} s")
 
 
 def _owner(trainers: Iterable[PeerId], step: int, number: int) -> PeerId:

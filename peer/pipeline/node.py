@@ -19,6 +19,7 @@ from optim.swarm.stages import Chain, Stage
 from optim.swarm.state import StageState
 from optim.swarm.trainer import Sample
 from optim.swarm.trainer import Settings as TrainerSettings
+from peer.checkpoint import CheckpointError
 from peer.events import EventLog
 from peer.node import Compute
 from peer.pipeline.audit import ledgers_told
@@ -38,6 +39,12 @@ from protocol.operations import AsyncCollective
 
 ACQUAINTED = 5.0
 """Seconds for which a newcomer waits until all who are there have told it what they do."""
+
+CHOICES = 10
+"""How often a newcomer chooses anew, as others come at the same time, before it stays with what it has."""
+
+RETRY = 0.5
+"""Seconds between two of these choices, unless the standings change earlier."""
 
 EMPTY = 3.0
 """Seconds for which a stage must have been without any server before somebody leaves its own stage for it at once."""
@@ -127,7 +134,14 @@ class PipelineNode:
 
     @crew.default
     def _make_crew(self) -> Crew:
-        return Crew(self.endpoint, self.pipeline.run_id, self.mesh, Standing())
+        return Crew(
+            self.endpoint,
+            self.pipeline.run_id,
+            self.mesh,
+            Standing(),
+            stages=self.pipeline.stages,
+            last=self.pipeline.steps,
+        )
 
     @_courtesy.default
     def _make_courtesy(self) -> Courtesy:
@@ -218,7 +232,7 @@ class PipelineNode:
         with trio.move_on_after(ACQUAINTED):
             await crew.until(lambda: len(crew.standings) == len(self.mesh.members))
         everybody = frozenset(crew.standings)
-        while True:
+        for _ in range(CHOICES):
             stage = self._neediest(everybody)
             crew.announce(stage=stage)
             with trio.move_on_after(EMPTY):
@@ -226,7 +240,11 @@ class PipelineNode:
             everybody = frozenset(crew.standings)
             first = {peer for peer, each in crew.standings.items() if each.ready or peer < crew.peer}
             if self._neediest(first) == stage:
-                return stage
+                break
+            changed = crew.changed
+            with trio.move_on_after(RETRY):
+                await changed.wait()
+        return stage
 
     def _neediest(self, peers: Collection[PeerId]) -> int:
         """The slowest stage, as far as these peers serve it; first those that have fewer than two servers."""
@@ -366,7 +384,10 @@ class PipelineNode:
         return not (lost or behind)
 
     async def _save(self, number: int, service: StageService) -> None:
-        await self.compute(self.save, number, await service.snapshot())
+        try:
+            await self.compute(self.save, number, await service.snapshot())
+        except CheckpointError as error:  # a full disk: training can go on
+            self.events.emit("checkpoint_failed", round=service.server.step, reason=str(error))
 
     async def _own_move(self, number: int, step: int) -> Move | None:
         """Where we are needed more, now that a step is made. Others of our stage have to have made it, too."""

@@ -198,13 +198,13 @@ class StageService:
         self.server.submit(waiting, request, trio.current_time())
         self.wake()
         try:
-            await waiting.done.wait()
+            with trio.move_on_after(request.patience):  # a step, or another state, drops what waits
+                await waiting.done.wait()
         finally:
             waiting.gone = True
             self.server.arrivals.forget(lambda ticket: _waiting(ticket).gone)
-        if waiting.error is not None:
-            raise waiting.error
-        assert waiting.answer is not None
+        if waiting.answer is None:
+            raise waiting.error or RequestRefused("it was given up, or has waited too long", code="late")
         return waiting.answer
 
     async def _on_withdraw(self, request: WithdrawRequest, stream: Stream) -> WithdrawReply:

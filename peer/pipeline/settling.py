@@ -29,6 +29,9 @@ from protocol.operations import AsyncCollective
 MOST = 1 << 48
 """What a server may say of steps, settlements and samples stays below it."""
 
+MOST_ATTEMPTS = 1 << 20
+"""Settlements of a step that may have failed."""
+
 RETRY = 0.5
 """Seconds until something that failed is tried again, unless the standings change earlier."""
 
@@ -243,6 +246,8 @@ def _unpack(block: memoryview) -> _Word | None:
         step, attempt, entries = msgpack.unpackb(block, max_array_len=MOST_MICROBATCHES, strict_map_key=True)
         ledger = dict(entries)
     except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+    if isinstance(attempt, int) and attempt > MOST_ATTEMPTS:
         return None
     numbers = [step, attempt, *ledger, *ledger.values()]
     sound = all(type(each) is int and 0 <= each < MOST for each in numbers)

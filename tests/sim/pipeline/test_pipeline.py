@@ -3,11 +3,14 @@
 import attrs
 import pytest
 import torch
+import trio
 
 from optim.swarm.balance import Policy
 from optim.swarm.ledger import audit
 from optim.swarm.state import whole_state
 from peer.pipeline.audit import records
+from peer.pipeline.messages import Hello, Welcome
+from protocol.errors import RequestRefused
 from tests.sim.pipelines import MICROBATCHES, pipeline, single_process
 
 
@@ -125,3 +128,28 @@ async def test_peers_move_to_the_stage_that_is_slower(autojump_clock, swarm_of, 
     async with swarm_of(balanced, [0, 0, 0, 1], seed=seed) as swarm:
         await same(swarm, 2, 10)
         assert 1 <= sum(len(peer.of("moved")) for peer in swarm.peers) <= 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_connection_that_breaks_for_a_moment_loses_no_standing(autojump_clock, swarm_of, seed):
+    """Of the only servers of two stages, again and again: each waits for what the other says."""
+    steps = 6
+    async with swarm_of(pipeline(2, steps), [0, 1], seed=seed) as swarm:
+        one, other = swarm.peers
+        while not all(peer.saved is not None and peer.saved[1].step == steps for peer in swarm.peers):
+            await trio.sleep(swarm.random.uniform(0.2, 1.0))
+            one.endpoint.disconnect(other.id, "a test")
+            if trio.current_time() > 300:
+                break
+        await same(swarm, 2, steps)
+
+
+async def test_a_stage_or_a_step_that_does_not_exist_harms_nobody(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, 4), [0, 0, 1], seed=1) as swarm:
+        await swarm.until(lambda: any(peer.of("stage_step") for peer in swarm.peers))
+        liar = swarm.peers[1]
+        for claim in ({"stage": 900}, {"step": 10**9}):
+            hello = Hello(swarm.pipeline.run_id, attrs.evolve(liar.node.crew.own, number=10**6, **claim))
+            with pytest.raises(RequestRefused, match="no such"):
+                await liar.endpoint.request(swarm.peers[0].id, hello, Welcome)
+        await same(swarm, 2, 4)
