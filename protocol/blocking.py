@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Generic, TypeVar
@@ -18,6 +20,9 @@ from protocol.pairs import Pairing
 
 _T = TypeVar("_T")
 Group = Collection[PeerId] | None
+
+LOOK = 1.0
+"""Seconds between two looks at whether trio's thread is there still, of who waits for it."""
 
 
 class Handle(Generic[_T]):
@@ -54,8 +59,11 @@ class Handle(Generic[_T]):
             RequestTimeout: It is not there yet.
             ShoalError, ValueError: As the operation says.
         """
-        if not self._done.wait(timeout):
-            raise RequestTimeout(f"the operation is not finished after {timeout:g} s")
+        ends = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(max(0.0, min(ends - time.monotonic(), LOOK))):
+            if time.monotonic() >= ends:
+                raise RequestTimeout(f"the operation is not finished after {timeout:g} s")
+            self._in_trio(lambda: None)  # what was handed to a thread that was about to end, nobody has carried out
         if self._error is not None:
             raise self._error
         assert self._operation is not None
