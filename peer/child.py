@@ -65,7 +65,11 @@ class Child:
         self._log_lines = LineTail(self.log)
         self.home.parent.mkdir(parents=True, exist_ok=True)
 
-    def start(self, command: Sequence[str], *what: str, data: str, flags: Mapping[str, object]) -> None:
+    def start(self, command: Sequence[str]) -> None:
+        """Starts the process."""
+        self._process = spawn(command, self.log)
+
+    def start_daemon(self, command: Sequence[str], *what: str, data: str, flags: Mapping[str, object]) -> None:
         """Starts a daemon on loopback that trains on the processor.
 
         Args:
@@ -85,7 +89,7 @@ class Child:
         }
         words = [str(word) for flag in {**usual, **flags}.items() for word in flag]
         # --debug: a traceback belongs into the log, since the home with its crash.log may be removed at the end.
-        self._process = spawn([*command, *what, "--debug", *words], self.log)
+        self.start([*command, *what, "--debug", *words])
 
     @property
     def exit_code(self) -> int | None:

@@ -292,7 +292,7 @@ class _Stage:
         child = Child(name, self._root)
         # However short the run is, the newcomer finds somebody.
         flags = {"--linger": LINGER, "--max-upload": UPLOAD}
-        child.start(self._command, *what, data=self._options.data, flags=flags)
+        child.start_daemon(self._command, *what, data=self._options.data, flags=flags)
         self.children.append(child)
         return child
 

@@ -227,7 +227,7 @@ class _Play:
 
     def _start(self, name: str, *what: str) -> Child:
         child = Child(name, self._root)
-        child.start(self._command, *what, "--no-map", data=self._options.data, flags={"--max-upload": UPLOAD})
+        child.start_daemon(self._command, *what, "--no-map", data=self._options.data, flags={"--max-upload": UPLOAD})
         self._children.append(child)
         return child
 
