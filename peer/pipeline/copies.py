@@ -6,8 +6,6 @@ The first server of each stage keeps a copy of the next stage's state, and renew
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import trio
 
@@ -51,13 +49,7 @@ class Copies:
                     await self._fetch(self._wanted)
         finally:
             for stage in list(self._kept):
-                self._forget(stage)
-
-    @contextmanager
-    def without(self, stage: int) -> Iterator[None]:
-        """While we serve a stage ourselves, there is no copy of it here."""
-        self._forget(stage)
-        yield
+                self.forget(stage)
 
     async def find(self, stage: int) -> StageState | None:
         """A copy of a stage's state, ours or somebody else's; None if nobody has one."""
@@ -81,7 +73,7 @@ class Copies:
         if self._crew.own.stage == stage:  # we have moved meanwhile
             return
         for other in list(self._kept.keys() - {stage}):
-            self._forget(other)
+            self.forget(other)
         self._kept[stage] = kept
         if stage not in self._handlers:
             stack = self._handlers[stage] = contextlib.ExitStack()
@@ -89,7 +81,8 @@ class Copies:
             stack.enter_context(self._endpoint.serving(run, "", {FetchState: self._on_fetch}))
         self._crew.announce(copies=tuple(self._kept))
 
-    def _forget(self, stage: int) -> None:
+    def forget(self, stage: int) -> None:
+        """Keeps no copy of a stage any more, such as of one that we serve ourselves."""
         if self._kept.pop(stage, None) is not None:
             self._handlers.pop(stage).close()
             self._crew.announce(copies=tuple(self._kept))

@@ -65,9 +65,7 @@ class Driver:
         self._endpoint, self._crew, self._sample, self._on_losses = endpoint, crew, sample, on_losses
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
         self._microbatches, self._local = microbatches, local
-        self._told: dict[
-            tuple[int, PeerId], int
-        ] = {}  # failed settlements of the step, by stage, that each has told of
+        self._told: dict[tuple[int, PeerId], int] = {}  # failed settlements of the step, by stage and who tells
         self._bereft: set[int] = set()  # stages that have lost a server in this step
         self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
         self._kicked = trio.Event()

@@ -317,19 +317,19 @@ class PipelineNode:
             rate=pipeline.rate,
             tell_event=partial(self._tell_settled, number),
         )
-        with self._copies.without(number):
-            try:
-                await service.restore(state)
-                self._live_anew()
-                async with trio.open_nursery() as nursery:
-                    await nursery.start(service.run)
-                    await nursery.start(collective.run)
-                    self._serving[number] = service
-                    steps.tell()
-                    move = await self._steps(number, service, steps)
-                    nursery.cancel_scope.cancel()
-            finally:
-                self._serving.pop(number, None)
+        self._copies.forget(number)
+        try:
+            await service.restore(state)
+            self._live_anew()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(service.run)
+                await nursery.start(collective.run)
+                self._serving[number] = service
+                steps.tell()
+                move = await self._steps(number, service, steps)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._serving.pop(number, None)
         return move
 
     def _live_anew(self) -> None:

@@ -14,6 +14,7 @@ import trio
 from optim.swarm.messages import Answer, Request, Withdraw
 from optim.swarm.server import Batch, StageServer
 from optim.swarm.state import StageState
+from optim.swarm.trainer import WORK
 from peer.node import Compute
 from peer.pipeline.messages import (
     Ask,
@@ -38,9 +39,6 @@ RATE_SMOOTHING = 0.2
 
 TIED_STEPS = 2
 """Steps for which the gradients of what several stages use are kept for other stages."""
-
-PASSES = {"forward": 1.0, "backward": 3.0}
-"""Work per sample, in forward passes; a sample takes all of these once."""
 
 
 @attrs.define(eq=False)
@@ -175,9 +173,9 @@ class StageService:
             self._began(kind, step)
 
     def _measure(self, batch: Batch, seconds: float) -> None:
-        work = sum(PASSES.get(request.kind, 0.0) * request.samples for request in batch.requests)
+        work = sum(WORK[request.kind] * request.samples for request in batch.requests)
         if work and seconds > 0:
-            rate = work / sum(PASSES.values()) / seconds
+            rate = work / sum(WORK.values()) / seconds  # a sample takes each kind once
             self.rate = rate if not self.rate else self.rate + RATE_SMOOTHING * (rate - self.rate)
 
     def _check(self, stream: Stream) -> None:
