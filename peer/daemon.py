@@ -111,7 +111,7 @@ class DaemonConfig:
     serve: bool = True
     """Whether to serve a stage, in a run whose model is cut into stages."""
     wait_for: int = 1
-    """Peers, this one included, that a founder waits for before the first round."""
+    """Peers, this one included, that a founder waits for at the very beginning: until they have the first state."""
     linger: float = 0.0
     """Seconds to stay after the last round at least, for newcomers."""
 
@@ -344,6 +344,7 @@ class _Daemon:
             rounds=rounds,
             donor=donor,
             trainer=trainer,
+            founder=manifest.founder_id,
             checkpoints=self._home.checkpoints,
             events=self._events,
             compute=self._compute,

@@ -306,8 +306,11 @@ class _Stage:
                 return round_
             return done + 1 if done > KILL_ROUND else 0  # its reduces are over before anybody can look
 
-        await self._until(lambda: round_to_die_in() > 0 or not victim.running)
-        if not victim.running:
+        def is_over() -> bool:
+            return victim.recording.revision == self._last or not victim.running
+
+        await self._until(lambda: is_over() or round_to_die_in() > 0)
+        if is_over():
             raise DemoFailed(f"{victim.name} was at the end before it could be killed", hint="use more --rounds")
         round_ = round_to_die_in()
         victim.kill()

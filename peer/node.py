@@ -82,6 +82,7 @@ class Node:
     rounds: Rounds
     donor: Donor
     trainer: Trainer
+    founder: PeerId
     checkpoints: Path
     events: EventLog
     compute: Compute = in_worker_thread
@@ -96,7 +97,7 @@ class Node:
 
         Args:
             local: Our own checkpoint of this run, if there is one.
-            founding: How many peers, we included, must be there for us to make the first state if no member has one.
+            founding: We make the first state if no member has one, and begin when so many peers have it, we included.
                 None: that is not for us to do.
 
         Raises:
@@ -104,12 +105,13 @@ class Node:
             PeerUnreachable: We have no state, and there is no member.
             CheckpointError: The run is over, but its result could not be saved.
         """
-        state = await self._first_state(local, founding=founding)
+        state = await self._first_state(local, founds=founding is not None)
         if local is not None:
             await self.compute(self.trainer.restore_inner, local.inner)
             if state is local.state:
                 await self.compute(self.trainer.resume, state.outer, state.header.revision, local.own)
         await self._validate(state)
+        await self._wait_to_begin(state, founding)
         last, saved, validated = self.trainer.schedule.last, local and local.state, state
         while not last or state.header.revision < last:
             before = state
@@ -126,7 +128,7 @@ class Node:
         if problem is not None:
             raise problem
 
-    async def _first_state(self, local: Checkpoint | None, *, founding: int | None) -> CommittedState:
+    async def _first_state(self, local: Checkpoint | None, *, founds: bool) -> CommittedState:
         """The state to start from: the members' if they have a better one than our checkpoint, else ours."""
         state = None if local is None else local.state
         await self._stand_at(state, active=False)
@@ -140,16 +142,36 @@ class Node:
                 raise self.membership.refusal
             if state is not None:
                 return state
-            if founding is not None and len(self.membership.others) + 1 >= founding:
+            if founds:
                 outer = await self.compute(self.trainer.initial_state)
                 return await self.compute(CommittedState.genesis, self.run_id, outer)
-            if self.membership.others or founding is not None:
+            if self.membership.others:
                 hopeless = trio.current_time() + FORLORN
             elif trio.current_time() >= hopeless:
                 raise self.membership.refusal or PeerUnreachable(
                     "nobody of this run is there who has its state", hint="ask whoever founded it to start it again"
                 )
             await self._pause()
+
+    async def _wait_to_begin(self, state: CommittedState, founding: int | None) -> None:
+        """Nobody takes the first step before the founder does, which waits until enough peers have the first state.
+
+        With short rounds, it would otherwise be far ahead before the others have fetched that.
+        """
+        if state.header.revision > 0:
+            return
+        await self._stand_at(state, active=False)
+
+        def begun() -> bool:
+            others = self.membership.others
+            if any(member.active for member in others):
+                return True
+            if founding is not None:
+                return 1 + sum(member.tip is not None for member in others) >= founding
+            return all(member.peer != self.founder for member in others)
+
+        while not begun():
+            await self.membership.changes()
 
     async def _round(self, state: CommittedState) -> tuple[CommittedState, bool]:
         """One outer round: inner steps, the collective, the commit.

@@ -35,6 +35,9 @@ class Daemon:
 
     def follow(self, swarm, rounds):
         """Lives through the rounds that the founder conducts."""
+        if self.mode == "quick" and self.name == "peer-3":
+            self.tell("synced", round=rounds, digest=f"digest-{rounds}", seconds=0.1, bytes=4000)
+            signal.pause()  # it lingers
         (swarm / "members" / self.peer).write_text(str(os.getpid()))
         number = len(list(swarm.glob("step-*")))
         while self.revision < rounds:

@@ -94,6 +94,11 @@ def test_a_daemon_that_fails_ends_the_demo_with_its_lines(capsys, mode, problem,
     assert "FAILED" in out and problem in out and log in out
 
 
+def test_a_run_that_is_over_too_soon_ends_the_demo(capsys):
+    assert play("quick") == 1
+    assert "peer-3 was at the end before it could be killed" in capsys.readouterr().out
+
+
 def test_a_missing_sample_is_told_and_forgiven(capsys):
     assert play("no-sample") == 0
     assert "no text sample: error: no checkpoint" in capsys.readouterr().out

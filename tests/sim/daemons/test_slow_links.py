@@ -4,6 +4,8 @@ import attrs
 import pytest
 import trio
 
+from peer.settings import RoundSettings
+
 LIMIT = 900
 UPLOAD = 36_000  # bytes per second
 
@@ -55,3 +57,40 @@ async def test_a_newcomer_that_is_far_away_gets_in_and_stays(autojump_clock, sim
     assert not far.events("peer_lost")
     for name in ("a", "b", "far"):
         simulated_swarm.leave(name)
+
+
+def of_short_rounds(swarm):
+    """Rounds take far less time than it takes to fetch the first state over these lines."""
+    swarm.settings = attrs.evolve(
+        swarm.settings,
+        run=attrs.evolve(swarm.settings.run, rounds=4),
+        model=attrs.evolve(swarm.settings.model, width=64),
+        round=RoundSettings(grace=60.0),
+    )
+    swarm.step = dict.fromkeys("abc", 0.1)
+
+
+async def test_a_founder_begins_when_enough_peers_have_its_state(autojump_clock, simulated_swarm):
+    of_short_rounds(simulated_swarm)
+    with trio.fail_after(LIMIT):
+        peers = [await simulated_swarm.start(name, wait_for=3, max_upload=UPLOAD) for name in "abc"]
+        for peer in peers:
+            await peer.ended.wait()
+            assert peer.error is None
+    for peer in peers:
+        assert contributed(peer) == [1, 2, 3, 4]
+
+
+async def test_nobody_waits_for_a_founder_that_is_gone(autojump_clock, simulated_swarm):
+    of_short_rounds(simulated_swarm)
+    with trio.fail_after(LIMIT):
+        a, b, c = [await simulated_swarm.start(name, wait_for=4, max_upload=UPLOAD) for name in "abc"]
+        for peer in (b, c):
+            await peer.until(lambda peer=peer: peer.events("synced"))
+        assert not b.events("round_started") and not c.events("inner")
+        simulated_swarm.kill("a")
+        for peer in (b, c):
+            await peer.ended.wait()
+            assert peer.error is None
+    assert b.digests()[4] == c.digests()[4]
+    assert not a.events("inner")
