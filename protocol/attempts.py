@@ -16,6 +16,7 @@ from protocol.gather_transfer import GatherTransfer
 from protocol.identity import PeerId
 from protocol.member import Work
 from protocol.metering import Meter
+from protocol.pairs import Pairing
 from protocol.plan import Plan
 from protocol.round_messages import Waiting, Waits
 from protocol.swap import Swap
@@ -81,9 +82,12 @@ class Attempts:
             self.reducing = trio.current_time() - started
             self._pace = attempt.bytes_received / max(self.reducing, 1e-9)
 
-    async def swap(self, swap: Swap) -> None:
-        """The same for a swap."""
+    async def swap(self, plan: Plan, values: torch.Tensor, encoded: memoryview, pairing: Pairing) -> Swap:
+        """Our side of a pair, when it is over, well or not."""
+        endpoint, inbox, times = self._endpoint, self._inbox, self._times
+        swap = Swap(plan, values, encoded, pairing, endpoint=endpoint, inbox=inbox, times=times)
         await self._accompanied(swap)
+        return swap
 
     async def _accompanied(self, one: Attempt | Swap) -> None:
         self.going_on += 1

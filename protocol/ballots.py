@@ -22,6 +22,7 @@ import attrs
 
 from protocol.codecs import CodecName
 from protocol.identity import PeerId
+from protocol.kinds import NO_TERMS, Kind, Terms
 from protocol.plan import MAX_BLOCK, MAX_WEIGHT, NO_BALLOT, Ballot, Operation, Plan
 from protocol.salvage import Holding, missing
 
@@ -48,10 +49,18 @@ class Offer:
     operation: Operation = "reduce"
     signature: bytes | None = None
     """Ours, over the weight; None if that is 0."""
+    terms: Terms = NO_TERMS
+    late: bool = False
+    """We have missed the round before."""
     max_weight: float = MAX_WEIGHT
     """The most that anybody's values may count."""
     max_block: int = MAX_BLOCK
     """The most bytes that anybody's block may have in a gather."""
+
+    @property
+    def kind(self) -> Kind:
+        """What others have to bring as well."""
+        return Kind.of(self.operation, self.length, self.codec, self.terms)
 
     def misfit(self, plan: Plan) -> str | None:
         """Why the plan, or the result of a plan, is not for what we bring; None if it is."""
@@ -64,6 +73,22 @@ class Offer:
         if plan.heaviest > self.max_weight:
             return "the plan gives somebody a weight beyond the limit"
         return None
+
+
+def unusable(plan: Plan, offer: Offer | None, length: int | None, max_weight: float) -> str | None:
+    """Why the result of a plan is none that we can use; None if it is.
+
+    Args:
+        plan: The plan.
+        offer: What we have brought last, which it has to fit, if the length is not known.
+        length: That of the mean; None if it is not known.
+        max_weight: The most that anybody's values may count.
+    """
+    if offer is not None and length is None:
+        return offer.misfit(plan)
+    if plan.operation != "reduce" or plan.heaviest > max_weight:
+        return "it is of another kind, or somebody has a weight beyond the limit"
+    return "it is of another length" if length not in (None, plan.length) else None
 
 
 class Acceptor:

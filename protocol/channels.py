@@ -25,7 +25,7 @@ from protocol.metering import Meter
 from protocol.plan import MAX_BLOCK, MAX_WEIGHT, NO_DIGEST
 from protocol.roster import Roster
 from protocol.round_events import RoundEvent
-from protocol.round_messages import FetchResult, Noted, Ready, RingData, RoundOpen
+from protocol.round_messages import Brings, Compare, FetchResult, Noted, Ready, RingData, RoundOpen
 from protocol.rounds import Rounds
 from protocol.wire import Message
 
@@ -52,6 +52,9 @@ class ChannelSettings:
     report: Callable[[RoundEvent], None] = attrs.field(default=lambda event: None)
     courtesy: Courtesy | None = None
     """What else is sent on the endpoint, and can wait, uses the same one."""
+    fixed: bool = False
+    """Whether the run says what operations are about, so that whoever brings something else lies, and is passed over.
+    Else what most members bring is right, and the others get `Misfit`."""
 
 
 class Queue:
@@ -97,6 +100,7 @@ class Channels:
             RoundOpen: self._on_open,
             RingData: _refuse,
             FetchResult: _refuse,
+            Compare: self._on_compare,
         }
         try:
             async with trio.open_nursery() as self.nursery:
@@ -147,6 +151,7 @@ class Channels:
             report=settings.report,
             tag=name,
             codec=settings.codec,
+            fixed=settings.fixed,
             max_weight=settings.max_weight,
             max_block=settings.max_block,
             courtesy=self._courtesy,
@@ -191,6 +196,11 @@ class Channels:
         if not self._roster.knows(stream.peer):
             raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
         return Noted()  # we may come, and will be asked again
+
+    async def _on_compare(self, request: Compare, stream: Stream) -> Message | None:
+        if not self._roster.knows(stream.peer):
+            raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
+        return Brings(None, late=False)
 
 
 async def _refuse(request: object, stream: Stream) -> Message | None:

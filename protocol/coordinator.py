@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Literal, TypeAlias, TypeVar
+from collections.abc import Collection
+from typing import Literal
 
 import attrs
 from attrs.validators import ge, gt
 
-from protocol.codecs import CodecName, block_of, make_codec
+from protocol.candidates import Candidate, brought, kind_of, most_common, total_length
+from protocol.codecs import block_of, make_codec
 from protocol.collective import Window
 from protocol.identity import PeerId
+from protocol.kinds import Brought, Kind, agreed
 from protocol.plan import (
     MAX_ATTEMPT,
     MAX_LENGTH,
@@ -34,14 +36,12 @@ from protocol.plan import (
     NO_BALLOT,
     NO_DIGEST,
     Ballot,
-    Operation,
     Plan,
     coordinators,
     load,
 )
 from protocol.planner import Lines, lines_of, ring_order, scheduled
-from protocol.rates import UNKNOWN, Rates
-from protocol.round_messages import Ahead, CallOff, Forked, Halt, Propose, Redirect
+from protocol.round_messages import MAX_MISFITS, Ahead, CallOff, Forked, Halt, Misfits, Propose, Redirect
 from protocol.salvage import Holding, salvage
 from protocol.transport import Address
 from protocol.wire import Message
@@ -104,28 +104,6 @@ class RoundTimes:
 
 
 @attrs.frozen
-class Candidate:
-    """What a ready peer brings."""
-
-    weight: float
-    length: int
-    base: bytes
-    tried: frozenset[PeerId]
-    holdings: tuple[Holding, ...] = ()
-    """What it has of attempts that failed."""
-    operation: Operation = "reduce"
-    signature: bytes | None = None
-    """Of its weight, checked; None if that is 0."""
-    rates: Rates = UNKNOWN
-    """What it knows about its lines."""
-
-    @property
-    def kind(self) -> _Kind:
-        """Those of one kind can be in one plan."""
-        return self.operation, 0 if self.operation == "gather" else self.length
-
-
-@attrs.frozen
 class View:
     """What the coordinating peer knows at the moment of a decision."""
 
@@ -169,8 +147,6 @@ class Aborted:
 
 Action = Send | Announce | Aborted
 Answer = Literal["asked", "noted", "late", "led", "gone"]
-_Kind: TypeAlias = tuple[Operation, int]  # and the length, if it has to be the same
-_T = TypeVar("_T", _Kind, bytes)
 
 
 @attrs.frozen
@@ -180,7 +156,12 @@ class _Report:
 
 
 class Coordinator:
-    """See the module's docstring. Times are the caller's, in seconds, and only compared with each other."""
+    """See the module's docstring. Times are the caller's, in seconds, and only compared with each other.
+
+    Args:
+        fixed: Whether the run says what its rounds are about, so that whoever brings something else than we do lies,
+            and is passed over. Else what most bring is right, and the others are told that they do not fit.
+    """
 
     def __init__(
         self,
@@ -191,10 +172,10 @@ class Coordinator:
         peer: PeerId,
         times: RoundTimes,
         max_weight: float = MAX_WEIGHT,
-        codec: CodecName = "fp32",
+        fixed: bool = True,
     ) -> None:
         self._run, self._tag, self._revision, self._peer, self._times = run, tag, revision, peer, times
-        self._max_weight, self._codec = max_weight, codec
+        self._max_weight, self._fixed = max_weight, fixed
         self._actions: list[Action] = []
         self._candidates: dict[PeerId, Candidate] = {}
         self._heard = 0
@@ -216,6 +197,8 @@ class Coordinator:
         self._answers: dict[PeerId, Answer] = {}
         self._refusals: Counter[PeerId] = Counter()
         self._rival: PeerId | None = None
+        self._kind: Kind | None = None  # what the round is about, once it is decided who fits and who does not
+        self._fitting: list[Brought] = []  # then
         self._begin_attempt(0.0)
 
     def _begin_attempt(self, limit: float) -> None:
@@ -354,6 +337,8 @@ class Coordinator:
                 self._collect(now, view)
         if self.holder is not None:
             self._send_away_late(self.holder)
+        elif self._kind is not None:
+            self._send_away_misfits()
         actions, self._actions = self._actions, []
         return actions
 
@@ -369,11 +354,12 @@ class Coordinator:
             self.closes, self._enough = now + self._times.grace + self._times.slack, False
         if len(fit) >= self._times.quorum and not self._enough:
             self.closes, self._enough = min(self.closes, now + self._times.late + self._times.slack), True
-        awaited = {peer for peer in view.expected - fit.keys() - self._blamed if self._answers.get(peer) != "gone"}
+        here = fit.keys() if self._fixed else self._candidates.keys()
+        awaited = {peer for peer in view.expected - here - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
             self._answers[peer] = "asked"
             self._actions.append(Announce(peer))
-        awaited |= view.arriving - fit.keys() - self._blamed
+        awaited |= view.arriving - here - self._blamed
         if not awaited or now >= self.closes + self._extension(awaited, fit, view):
             self._propose(now, view)
 
@@ -381,7 +367,8 @@ class Coordinator:
         """Seconds that the window stays open beyond the grace time for those who cannot be quicker."""
         answers = {self._answers.get(peer) for peer in awaited}
         if "led" in answers:
-            return self._times.attempt(load(*_total(fit)), len(view.expected))
+            kind = next(iter(fit.values())).kind
+            return self._times.attempt(load(kind.operation, total_length(fit, kind)), len(view.expected))
         late = "late" in answers or (self._peer in awaited and view.base is None)
         return view.patience if late and self._times.patient else 0.0
 
@@ -389,7 +376,7 @@ class Coordinator:
         """The candidates that can be in one plan. Those on another branch are sent away, with our digest."""
         if not self._candidates:
             return {}
-        base = view.base if view.base is not None else _most_common(c.base for c in self._candidates.values())
+        base = view.base if view.base is not None else most_common(c.base for c in self._candidates.values())
         self.base = base
         for peer, candidate in tuple(self._candidates.items()):
             if candidate.base != base:
@@ -397,8 +384,7 @@ class Coordinator:
         fit = {peer: candidate for peer, candidate in self._candidates.items() if peer not in self._blamed}
         if not fit:
             return {}
-        # Our own kind if we are ready, else what most have.
-        kind = fit[self._peer].kind if self._peer in fit else _most_common(c.kind for c in fit.values())
+        kind = self._kind or kind_of(fit, self._peer, fixed=self._fixed)
         return {peer: candidate for peer, candidate in fit.items() if candidate.kind == kind}
 
     def _propose(self, now: float, view: View) -> None:
@@ -408,11 +394,14 @@ class Coordinator:
             self._release(previous, fit)
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
-        operation, length = _total(fit)
-        lines = self._lines(fit, operation, length)
+        if not self._fixed and self._kind is None and not self._decide():
+            return
+        kind = next(iter(fit.values())).kind
+        operation, length = kind.operation, total_length(fit, kind)
+        lines = self._lines(fit, kind, length)
         members = lines.members
         holdings = {peer: fit[peer].holdings for peer in members if operation == "reduce"}
-        sources, salvaged = salvage(members, holdings, length, self._max_weight, block_of(self._codec))
+        sources, salvaged = salvage(members, holdings, length, self._max_weight, block_of(kind.codec))
         self._heard += 1
         simplest = Plan(
             run=self._run,
@@ -425,7 +414,7 @@ class Coordinator:
             members=members,
             weights=tuple(fit[peer].weight for peer in members),
             length=length,
-            codec=self._codec,
+            codec=kind.codec,
             sources=sources,
             salvaged=salvaged,
             operation=operation,
@@ -441,14 +430,33 @@ class Coordinator:
             self._candidates[peer] = attrs.evolve(self._candidates[peer], holdings=())
         self._release(previous, fit)
 
-    def _lines(self, fit: dict[PeerId, Candidate], operation: Operation, length: int) -> Lines:
+    def _decide(self) -> bool:
+        """Settles for all attempts what the round is about, and sends the others away. False: that is everybody."""
+        possible = {peer: candidate for peer, candidate in self._candidates.items() if peer not in self._blamed}
+        own = possible[self._peer].kind if self._peer in possible else None
+        self._kind = agreed(brought(possible), own)
+        self._fitting = [each for each in brought(possible) if each.kind == self._kind]
+        self._send_away_misfits()
+        if self._kind is None:
+            self._reset()
+            return False
+        return True
+
+    def _send_away_misfits(self) -> None:
+        misfits = {peer: candidate.kind for peer, candidate in self._candidates.items() if candidate.kind != self._kind}
+        known = {each.peer: each for each in (*self._fitting, *brought(self._candidates))} if misfits else {}
+        for peer, kind in misfits.items():
+            others = [each for each in known.values() if each.kind != kind]
+            self._dismiss(peer, Misfits(tuple(others[:MAX_MISFITS])))
+
+    def _lines(self, fit: dict[PeerId, Candidate], kind: Kind, length: int) -> Lines:
         """The lines of the candidates, in the order in which they make the fastest ring.
 
         Where no order is better than others, it stays the same: connections that have carried data know their way.
         """
         members = coordinators(self._run, 0, fit, tag=self._tag)
         lines = lines_of(members, {peer: fit[peer].rates for peer in members})
-        nbytes = make_codec(self._codec).encoded_size(length) if operation == "reduce" else length / 2
+        nbytes = make_codec(kind.codec).encoded_size(length) if kind.operation == "reduce" else length / 2
         return lines.reordered(ring_order(lines, nbytes))
 
     def _release(self, previous: Plan | None, fit: Collection[PeerId]) -> None:
@@ -559,14 +567,3 @@ class Coordinator:
     def _dismiss(self, peer: PeerId, message: Message) -> None:
         self._candidates.pop(peer, None)
         self._actions.append(Send(peer, message))
-
-
-def _total(fit: dict[PeerId, Candidate]) -> _Kind:
-    """What the candidates of one kind do together, and the length of that."""
-    operation, length = next(iter(fit.values())).kind
-    return operation, sum(c.length for c in fit.values()) if operation == "gather" else length
-
-
-def _most_common(values: Iterable[_T]) -> _T:
-    counts = Counter(values)
-    return min(counts, key=lambda value: (-counts[value], value))

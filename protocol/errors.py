@@ -126,6 +126,19 @@ class RoundAborted(ShoalError):
     """A round could not be finished, and nobody is known who finished it. The inputs are untouched: try again."""
 
 
+class Misfit(ShoalError):
+    """What we bring to a collective operation does not fit what others bring, so nothing came of it for us.
+
+    Args:
+        message: What does not fit, and with whom.
+        peers: Those others, as far as they are known.
+    """
+
+    def __init__(self, message: str, peers: tuple[PeerId, ...], *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.peers = peers
+
+
 class Behind(ShoalError):
     """Others have finished a round without this peer.
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 import trio
 
 from protocol.ballots import Acceptor
-from protocol.codecs import CodecName
-from protocol.coordinator import Aborted, Action, Announce, Candidate, Coordinator, RoundTimes, Send, View
+from protocol.candidates import Candidate
+from protocol.coordinator import Aborted, Action, Announce, Coordinator, RoundTimes, Send, View
 from protocol.endpoint import Endpoint
 from protocol.errors import ProtocolError, ShoalError
 from protocol.identity import PeerId
@@ -36,6 +36,7 @@ from protocol.round_messages import (
     Led,
     Noted,
     Ready,
+    Redirect,
     Rejected,
     RoundOpen,
 )
@@ -48,7 +49,7 @@ class Leadership:
     Args:
         revision: The revision that the round makes.
         max_weight: The most that one peer's values may count.
-        codec: How values look on the wire.
+        fixed: Whether the run says what its rounds are about; see `Coordinator`.
         spawn: Starts a task of the round; does nothing once everything is being shut down.
         roster: Who can take part.
         patience: How long a round waits for members that are late; see `View`.
@@ -66,7 +67,7 @@ class Leadership:
         tag: str,
         times: RoundTimes,
         max_weight: float,
-        codec: CodecName,
+        fixed: bool,
         spawn: Callable[..., None],
         roster: Roster,
         patience: Callable[[], float],
@@ -81,7 +82,7 @@ class Leadership:
         self._patience, self._base, self._notify, self._aborted = patience, base, notify, aborted
         self.acceptor = Acceptor(self._peer)
         self.coordinator = Coordinator(
-            run=run, tag=tag, revision=revision, peer=self._peer, times=times, max_weight=max_weight, codec=codec
+            run=run, tag=tag, revision=revision, peer=self._peer, times=times, max_weight=max_weight, fixed=fixed
         )
         self.opened: float | None = None
         """Until when peers that are not ready may still come, on trio's clock; None while nobody is ready."""
@@ -118,7 +119,7 @@ class Leadership:
             self.follow(self._peer)
             self.attendance.cancel()
 
-    def redirect(self, peer: PeerId, tried: Collection[PeerId]) -> PeerId | None:
+    def _elsewhere(self, peer: PeerId, tried: Collection[PeerId]) -> PeerId | None:
         """Where to send a ready peer; None if it may stay."""
         if self.attending not in (None, self._peer):
             target = self.attending
@@ -127,6 +128,16 @@ class Leadership:
         else:
             target = self._hinted or self._best(frozenset(tried))
         return None if target in (None, self._peer, peer) or target in tried else target
+
+    def final_answer(self, ready: Ready, peer: PeerId) -> Ahead | Redirect | None:
+        """Why a ready peer cannot stay here, or None."""
+        holder = self.coordinator.holder
+        if holder is not None:
+            if holder in self._roster.partners():
+                return Ahead(ready.revision, holder)
+            self.coordinator.reopen()
+        target = self._elsewhere(peer, ready.tried) if peer != self._peer else None
+        return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
 
     def follow(self, leader: PeerId) -> None:
         """We have been told that this peer coordinates."""
@@ -149,8 +160,10 @@ class Leadership:
         self.coordinator.finished_elsewhere(self._peer)
         self.wake()
 
-    def announced(self, sender: PeerId, remaining: float) -> Noted | Led:
+    def announced(self, sender: PeerId, remaining: float) -> Noted | Led | Ahead:
         """Answers a coordinator that waits `remaining` seconds for us; we go to it if it is better placed than ours."""
+        if self.coordinator.holder is not None:
+            return Ahead(self.revision, self.coordinator.holder)
         self._open_until(trio.current_time() + remaining)
         self._forgive(sender)
         leader = self._peer if self._coordinating else self.attending
@@ -241,6 +254,9 @@ class Leadership:
             ready.operation,
             ready.signature,
             ready.rates,
+            ready.codec,
+            ready.terms,
+            ready.late,
         )
         self.coordinator.ready(peer, candidate, ready.ballot)
         self.wake()

@@ -21,6 +21,7 @@ from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
 from protocol.errors import Behind, Fork, PeerGone, RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
+from protocol.kinds import Brought
 from protocol.plan import Ballot, Plan
 from protocol.rates import Rates
 from protocol.round_messages import (
@@ -32,6 +33,7 @@ from protocol.round_messages import (
     Forked,
     Halt,
     Halted,
+    Misfits,
     Propose,
     Queued,
     Ready,
@@ -43,8 +45,8 @@ from protocol.sessions import Line
 from protocol.silence import LEAST
 from protocol.wire import Message
 
-_Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked
-_SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked)
+_Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked | Misfits
+_SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked, Misfits)
 
 
 class Redirected(ShoalError):
@@ -54,6 +56,14 @@ class Redirected(ShoalError):
         super().__init__(f"{message.coordinator.short} coordinates the round")
         self.coordinator = message.coordinator
         self.addresses = message.addresses
+
+
+class LeftOut(ShoalError):
+    """A coordinator says that what we bring does not fit what others bring."""
+
+    def __init__(self, coordinator: PeerId, brought: tuple[Brought, ...]) -> None:
+        super().__init__(f"{coordinator.short} leaves us out")
+        self.brought = brought
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -93,6 +103,9 @@ class Work:
             operation=self.offer.operation,
             signature=self.offer.signature,
             rates=rates,
+            codec=self.offer.codec,
+            terms=self.offer.terms,
+            late=self.offer.late,
         )
 
     def count(self, transfer: Attempt) -> None:
@@ -151,6 +164,7 @@ class Member:
             Redirected: Another peer coordinates.
             Behind: The round was finished without us.
             Fork: The coordinator builds on another state.
+            LeftOut: The coordinator leaves us out.
             RoundAborted: The result could not be fetched from the peer that has it.
             ShoalError: The coordinator is lost, or stuck, or refuses.
         """
@@ -189,6 +203,8 @@ class Member:
                 case Ahead(revision, holder):
                     await self._take_over(holder)
                     raise Behind(holder, max(revision, self._work.offer.revision))
+                case Misfits(brought):
+                    raise LeftOut(self._line.peer, brought)
                 case Forked(base):
                     offer = self._work.offer
                     raise Fork(self._line.peer, offer.revision - 1, ours=offer.base, theirs=base)

@@ -13,9 +13,10 @@ import trio
 from protocol.channels import Channels, ChannelSettings
 from protocol.collective import Block, Broadcasted, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
 from protocol.endpoint import Endpoint
-from protocol.errors import Behind, Fork, RequestRefused, RoundAborted
+from protocol.errors import Behind, Fork, Misfit, RequestRefused, RoundAborted
 from protocol.flatten import block_bytes, blocks_of, flat, shapes_of
 from protocol.identity import PeerId
+from protocol.kinds import Terms
 from protocol.operation import Operation
 from protocol.pairs import Pairing
 from protocol.plan import NO_DIGEST
@@ -133,7 +134,7 @@ class AsyncCollective:
                 reduced = attrs.evolve(missed.pop(), counted=True)  # our line broke when all had what we bring
             else:
                 vector = await _flat(values)
-                reduced = await rounds.all_reduce(number, vector, weight)
+                reduced = await rounds.all_reduce(number, vector, weight, terms=Terms.of("all_reduce", window))
                 if window is not None and weight > 0 and self._peer not in reduced.members:
                     raise Behind(self._peer, number)  # the result is kept here
             earlier = tuple(missed)
@@ -157,7 +158,8 @@ class AsyncCollective:
         async def act(rounds: Rounds, number: int) -> Exchanged:
             vector = await _flat(values)
             started = trio.current_time()
-            agreed, swap = await rounds.exchange(number, vector, weight, pairing=pairing)
+            terms = Terms.of("exchange", pairing=pairing)
+            agreed, swap = await rounds.exchange(number, vector, weight, pairing=pairing, terms=terms)
             exchanged = exchanged_of(agreed, swap, trio.current_time() - started)
             return attrs.evolve(exchanged, shapes=shapes_of(values))
 
@@ -179,7 +181,7 @@ class AsyncCollective:
         """Starts `barrier`."""
 
         async def act(rounds: Rounds, number: int) -> Outcome:
-            return Outcome(**_costs(await rounds.gather(number, None)))
+            return Outcome(**_costs(await rounds.gather(number, None, terms=Terms.of("barrier"))))
 
         return self._start(act, group, tag, timeout)
 
@@ -310,14 +312,22 @@ def gathered_of(reduced: Reduced) -> Gathered:
 
 
 async def _gather(block: Block | None, rounds: Rounds, number: int) -> Gathered:
-    return gathered_of(await rounds.gather(number, block_bytes(block)))
+    return gathered_of(await rounds.gather(number, block_bytes(block), terms=Terms.of("gather")))
 
 
 async def _broadcast(block: Block | None, rounds: Rounds, number: int) -> Broadcasted:
-    gathered = await _gather(block, rounds, number)
-    for source, data in gathered.blocks.items():
-        return Broadcasted(source=source, data=data, **_costs(gathered))
-    raise RoundAborted("nobody who took part has what is to be broadcast")
+    gathered = gathered_of(await rounds.gather(number, block_bytes(block), terms=Terms.of("broadcast")))
+    if not gathered.blocks:
+        raise RoundAborted("nobody who took part has what is to be broadcast")
+    (source, data), *others = gathered.blocks.items()
+    for other, theirs in others:
+        if theirs != data:
+            raise Misfit(
+                f"broadcast number {number} has two sources, with different blocks: {source.short} and {other.short}. "
+                "One gives a block, and all others None",
+                (source, other),
+            )
+    return Broadcasted(source=source, data=data, **_costs(gathered))
 
 
 def _costs(outcome: Outcome) -> dict[str, Any]:

@@ -16,9 +16,10 @@ class RoundEvent:
 
     `round_started`: an attempt that this peer takes part in began. `round_failed`: it failed, or one that this peer
     coordinates did. `contribution_dropped`: this peer's values were not finite, so it takes part with weight 0.
+    `misfit`: these members bring something else to it than this peer does.
     """
 
-    event: Literal["round_started", "round_failed", "contribution_dropped"]
+    event: Literal["round_started", "round_failed", "contribution_dropped", "misfit"]
     round: int
     attempt: int = 0
     members: tuple[PeerId, ...] = ()

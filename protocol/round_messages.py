@@ -11,7 +11,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from protocol.codecs import CodecName
 from protocol.identity import PeerId
+from protocol.kinds import NO_TERMS, Brought, Kind, Terms
 from protocol.plan import Ballot, Hash, Length, Operation, Plan, Rank, Revision, Tag, Weight
 from protocol.rates import UNKNOWN, Rates
 from protocol.salvage import MAX_HOLDINGS, Holding
@@ -21,6 +23,7 @@ from protocol.wire import message
 
 MAX_TRIED = 32
 MAX_ADDRESSES = 8
+MAX_MISFITS = 64
 
 Holdings = Annotated[tuple[Holding, ...], Meta(max_length=MAX_HOLDINGS)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
@@ -49,6 +52,10 @@ class Ready:
     """Over the weight; none if that is 0."""
     rates: Rates = UNKNOWN
     """What the member knows about its lines."""
+    codec: CodecName = "fp32"
+    terms: Terms = NO_TERMS
+    late: bool = False
+    """The member has missed the round before."""
 
 
 @message("round.queued")
@@ -81,6 +88,14 @@ class Forked:
     """The coordinator's state at the revision before the round is another one. Ends the stream."""
 
     base: Hash
+
+
+@message("round.misfit")
+class Misfits:
+    """What the member brings does not fit what others bring, so it is left out. Ends the stream."""
+
+    brought: Annotated[tuple[Brought, ...], Meta(max_length=MAX_MISFITS)]
+    """Some of those others; those whose operation it is first, if it is anybody's."""
 
 
 @message("round.propose")
@@ -179,6 +194,25 @@ class Led:
 
     coordinator: PeerId
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
+
+
+@message("round.compare")
+class Compare:
+    """Asks a peer what it brings to an operation; the sender brings `kind`."""
+
+    run: Hash
+    tag: Tag
+    revision: Revision
+    kind: Kind
+
+
+@message("round.brings")
+class Brings:
+    """Answer to `Compare`."""
+
+    kind: Kind | None
+    """None: nothing so far."""
+    late: bool
 
 
 @message("ring.data")

@@ -22,9 +22,11 @@ import attrs
 import torch
 import trio
 
+from protocol.agreement import Agreement
 from protocol.attempt import Attempt
 from protocol.attempts import Attempts
-from protocol.ballots import Offer
+from protocol.ballots import Offer, unusable
+from protocol.branch import Branch
 from protocol.codecs import CodecName, NotFinite
 from protocol.collective import Reduced
 from protocol.contribution import Contributor
@@ -34,8 +36,9 @@ from protocol.endpoint import Endpoint, Stream
 from protocol.errors import Behind, Fork, ProtocolError, RequestRefused, RequestTimeout, RoundAborted, ShoalError
 from protocol.handlers import Handler
 from protocol.identity import PeerId
+from protocol.kinds import NO_TERMS, Terms
 from protocol.leadership import Leadership
-from protocol.member import Member, Redirected, Work
+from protocol.member import LeftOut, Member, Redirected, Work
 from protocol.metering import Meter
 from protocol.pairs import Pairing
 from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
@@ -43,20 +46,19 @@ from protocol.results import Results
 from protocol.roster import Roster
 from protocol.round_events import RoundEvent, RoundStatistics, attempt_event
 from protocol.round_messages import (
-    MAX_ADDRESSES,
     MAX_TRIED,
     Ahead,
+    Compare,
     FetchResult,
     Forked,
     Late,
     Noted,
     Ready,
-    Redirect,
     RingData,
     RoundOpen,
     Waiting,
 )
-from protocol.sessions import Line, LocalLine, local_lines
+from protocol.sessions import Line, local_line
 from protocol.signatures import Signatures
 from protocol.swap import Swap
 from protocol.transfer import RingInbox
@@ -69,9 +71,6 @@ _LOOKAHEAD = 2
 """A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
 
 _MAX_REDIRECTS = 16
-
-_HISTORY = 64
-"""Digests of past revisions by which a peer that is further behind is told from one on another branch."""
 
 
 class Rounds:
@@ -90,6 +89,8 @@ class Rounds:
         admits: Whether a peer may contribute at all.
         courtesy: Told when an attempt is going on, so that others can let it go first.
         codec: How values look on the wire. Lossy ones keep what they leave out for the next round.
+        fixed: Whether the run says what its rounds are about, so that whoever brings something else lies; see
+            `Coordinator`. Else it is an error of those that are fewer.
         meter: Measures the lines; one for all that goes on at the endpoint.
     """
 
@@ -107,6 +108,7 @@ class Rounds:
         max_members: int = MAX_MEMBERS,
         admits: Callable[[PeerId], bool] = lambda peer: True,
         codec: CodecName = "fp32",
+        fixed: bool = True,
         courtesy: Courtesy | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -115,14 +117,16 @@ class Rounds:
         self._max_weight, self._max_block = max_weight, max_block
         self._signatures = Signatures(endpoint.identity, run_id, tag, max_members=max_members, admits=admits)
         self._codec, self._contributor, self._swapper = codec, Contributor(codec), Contributor(codec)
+        self._fixed = fixed
+        self._agreement = Agreement(endpoint, run_id, tag, times=settings, roster=roster, report=report)
         self._meter = meter or Meter(endpoint)
         self._inbox = RingInbox(run_id, tag, settings.stall, roster.knows)
         self._carrying = Attempts(
             endpoint, self._inbox, settings, courtesy or Courtesy(lambda: endpoint.bytes_sent), self._meter
         )
         self._nursery: trio.Nursery | None = None
-        self._tip: int | None = None
-        self._digests: dict[int, bytes] = {}
+        self._branch = Branch()
+        self._made = 0  # the newest revision that was made with us
         self._offered: Offer | None = None
         self._attempts: dict[int, Attempt] = {}  # by revision, while we take part
         self._rounds: dict[int, Leadership] = {}
@@ -136,6 +140,7 @@ class Rounds:
             RingData: self._inbox.deliver,
             Waiting: self._carrying.answer,
             FetchResult: self._on_fetch,
+            Compare: self._agreement.answer,
         }
         """What serves the requests of others, while `run` runs."""
 
@@ -160,9 +165,7 @@ class Rounds:
 
     def committed(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, by way of the round that made it (or as the founder)."""
-        self._tip, self._digests[revision] = revision, digest
-        for number in [number for number in self._digests if not revision - _HISTORY <= number <= revision]:
-            del self._digests[number]
+        self._branch.advance(revision, digest)
         for number in [number for number in self._rounds if number <= revision]:
             self._rounds.pop(number).finished()
         for leadership in self._rounds.values():
@@ -174,7 +177,7 @@ class Rounds:
         self._contributor.reset()
         self._swapper.reset()
         self._heard = None
-        self._digests.clear()
+        self._branch.leave()
         for leadership in self._rounds.values():
             leadership.close()
         self._rounds.clear()
@@ -219,7 +222,14 @@ class Rounds:
     # Taking part.
 
     async def all_reduce(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, part: str = ""
+        self,
+        revision: int,
+        values: torch.Tensor,
+        weight: float,
+        *,
+        digest: bytes = NO_DIGEST,
+        part: str = "",
+        terms: Terms = NO_TERMS,
     ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
 
@@ -229,10 +239,12 @@ class Rounds:
             weight: What our values count; 0 to take part without contributing.
             digest: Of the state that the values belong to, that is, revision - 1.
             part: Names what the values are a part of, if not all rounds are about the same values.
+            terms: What else members have to agree on.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
             Fork: The others' state of revision - 1 is not ours.
+            Misfit: Others bring something else, unless rounds are fixed.
             RoundAborted: Nothing came of it; it may be tried again.
             ValueError: The arguments make no sense.
         """
@@ -240,7 +252,7 @@ class Rounds:
             raise ValueError("values are a non-empty vector of fp32 numbers on the CPU")
         if not 0 <= weight <= MAX_WEIGHT:
             raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
-        offer = self._offer("reduce", revision, len(values), weight, digest)
+        offer = self._offer("reduce", revision, len(values), weight, digest, terms)
         try:
             encoded = await self._contributor.encode(values, part)
         except NotFinite as error:
@@ -255,7 +267,9 @@ class Rounds:
             self._contributor.finished(counted=counted)
         return attrs.evolve(reduced, counted=counted)
 
-    async def gather(self, revision: int, block: torch.Tensor | None, *, digest: bytes = NO_DIGEST) -> Reduced:
+    async def gather(
+        self, revision: int, block: torch.Tensor | None, *, digest: bytes = NO_DIGEST, terms: Terms = NO_TERMS
+    ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds every member's block.
 
         The blocks have the sizes `plan.sizes`, and are in `mean` one after the other.
@@ -263,7 +277,7 @@ class Rounds:
         Args:
             revision: As for `all_reduce`, as is the rest.
             block: 1-D uint8 on the CPU; None to bring nothing, which others can tell from a block without bytes.
-            digest: As for `all_reduce`.
+            digest: As for `all_reduce`, as are the terms.
 
         Raises: As `all_reduce`.
         """
@@ -271,12 +285,19 @@ class Rounds:
         if size > self._max_block:
             raise ValueError(f"a block has at most {self._max_block} bytes, not {size}")
         values = torch.empty(0, dtype=torch.uint8) if block is None else block
-        offer = self._offer("gather", revision, size, weight, digest)
+        offer = self._offer("gather", revision, size, weight, digest, terms)
         reduced = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
         return attrs.evolve(reduced, counted=self._endpoint.peer_id in reduced.contributors)
 
     async def exchange(
-        self, revision: int, values: torch.Tensor, weight: float, *, digest: bytes = NO_DIGEST, pairing: Pairing
+        self,
+        revision: int,
+        values: torch.Tensor,
+        weight: float,
+        *,
+        digest: bytes = NO_DIGEST,
+        pairing: Pairing,
+        terms: Terms = NO_TERMS,
     ) -> tuple[Reduced, Swap]:
         """Takes part in the round that makes `revision`, in which the members are matched in pairs, and swap vectors.
 
@@ -285,7 +306,7 @@ class Rounds:
             values: 1-D fp32 on the CPU, finite.
             weight: Told to the partner.
             pairing: Who belongs to whom; the same at all members.
-            digest: As for `all_reduce`.
+            digest: As for `all_reduce`, as are the terms.
 
         Returns:
             The plan, without data, and what came of it for us.
@@ -293,11 +314,9 @@ class Rounds:
         Raises: As `all_reduce`, and NotFinite, which is a ValueError. A partner that is lost is no error.
         """
         encoded = await self._swapper.encode(values)
-        offer = self._offer("exchange", revision, len(values), weight, digest)
+        offer = self._offer("exchange", revision, len(values), weight, digest, terms)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
-        plan, inbox, times = agreed.plan, self._inbox, self._times
-        swap = Swap(plan, values, encoded, pairing, endpoint=self._endpoint, inbox=inbox, times=times)
-        await self._carrying.swap(swap)
+        swap = await self._carrying.swap(agreed.plan, values, encoded, pairing)
         self._swapper.finished(counted=swap.theirs is not None)
         return agreed, swap
 
@@ -306,18 +325,20 @@ class Rounds:
         attempt = self._attempts.get(revision)
         return (0, 0) if attempt is None else attempt.progress
 
-    def _offer(self, operation: Operation, revision: int, length: int, weight: float, digest: bytes) -> Offer:
+    def _offer(
+        self, operation: Operation, revision: int, length: int, weight: float, digest: bytes, terms: Terms
+    ) -> Offer:
         """Checks that we may take part now, and says with what."""
         assert self._nursery is not None, "Rounds.run must be running"
         if not 1 <= revision <= MAX_REVISION:
             raise ValueError(f"revisions are made from 1 on, not {revision}")
         if len(digest) != len(NO_DIGEST):
             raise ValueError("a digest has 32 bytes")
-        if self._tip is None or self._tip < revision - 1:
+        if self._branch.tip is None or self._branch.tip < revision - 1:
             self.committed(revision - 1, digest)
         if self.finished >= revision:
             raise ValueError(f"revision {revision} is there already")
-        if self._digests.get(revision - 1) != digest:
+        if self._branch.digest(revision - 1) != digest:
             raise ValueError(f"the digest is not that of the committed revision {revision - 1}")
         self._offered = Offer(
             run=self._run,
@@ -329,25 +350,27 @@ class Rounds:
             codec=self._codec,
             operation=operation,
             signature=self._signatures.sign(revision, digest, float(weight)),
+            terms=terms,
+            late=self._made < revision - 1,
             max_weight=self._max_weight,
             max_block=self._max_block,
         )
+        self._agreement.bring(revision, self._offered.kind, late=self._offered.late)
         return self._offered
 
-    async def _misfit(self, length: int | None, plan: Plan) -> str | None:
+    async def _misfit(self, peer: PeerId, length: int | None, plan: Plan) -> str | None:
         """Why a result is none that we can use: it is not of the kind of what we bring to rounds, or not signed."""
-        offered = self._offered if length is None else None
-        if offered is not None and (misfit := offered.misfit(plan)) is not None:
-            return misfit
-        if offered is None and (plan.operation != "reduce" or plan.heaviest > self._max_weight):
-            return "it is of another kind, or somebody has a weight beyond the limit"
-        if length not in (None, plan.length):
-            return "it is of another length"
-        return await self._signatures.problem_of(plan)
+        if self._offered is not None and length is None and not self._fixed:
+            self._agreement.compare(peer, plan, self._offered.kind)
+        problem = unusable(plan, self._offered, length, self._max_weight)
+        return await self._signatures.problem_of(plan) if problem is None else problem
 
     async def _take_part(self, work: Work) -> Reduced:
         try:
-            return await self._find_result(work)
+            reduced = await self._find_result(work)
+            if self._endpoint.peer_id in reduced.members:
+                self._made = work.offer.revision
+            return reduced
         finally:
             self._attempts.pop(work.offer.revision, None)
 
@@ -375,6 +398,11 @@ class Rounds:
                 if redirects > _MAX_REDIRECTS or target in leadership.tried:
                     leadership.lose(leader)
                 leadership.follow(target)
+            except LeftOut as left_out:
+                failures += 1
+                if not self._fixed:
+                    await self._agreement.check(revision, leader, left_out.brought, work.started + self._times.window)
+                leadership.lose(leader)
             except RoundAborted:
                 failures += 1
             except ShoalError as error:
@@ -426,22 +454,9 @@ class Rounds:
                 with contextlib.suppress(ShoalError):  # the result is here, whatever becomes of the stream
                     await stream.finish()
             return
-        final = self._final_answer(leadership, ready, leader)
-        ours, theirs = local_lines(leader)
-        if isinstance(final, Ahead):
-            await theirs.send(final)
-        else:
-            self._spawn(self._serve_ourselves, leadership, ready, theirs)
-        try:
-            yield ours
-        finally:
-            ours.close()
-
-    async def _serve_ourselves(self, leadership: Leadership, ready: Ready, line: LocalLine) -> None:
-        try:
-            await self._serve(leadership, ready, line)
-        finally:
-            line.close()
+        final = leadership.final_answer(ready, leader)
+        async with local_line(leader, final, partial(self._serve, leadership, ready), self._spawn) as line:
+            yield line
 
     async def _serve(self, leadership: Leadership, ready: Ready, line: Line) -> None:
         self._sessions += 1
@@ -478,7 +493,7 @@ class Rounds:
     @property
     def finished(self) -> int:
         """The newest revision that is complete here, committed or not."""
-        return max(-1 if self._tip is None else self._tip, self._results.newest)
+        return max(-1 if self._branch.tip is None else self._branch.tip, self._results.newest)
 
     @property
     def kept(self) -> int:
@@ -494,11 +509,11 @@ class Rounds:
                 tag=self._tag,
                 times=self._times,
                 max_weight=self._max_weight,
-                codec=self._codec,
+                fixed=self._fixed,
                 spawn=self._spawn,
                 roster=self._roster,
                 patience=lambda: self._carrying.reducing,
-                base=lambda: self._digests.get(revision - 1),
+                base=lambda: self._branch.digest(revision - 1),
                 notify=self._spread_news,
                 aborted=self._report_attempt,
             )
@@ -510,39 +525,35 @@ class Rounds:
 
     # What others ask.
 
-    def _check_request(self, peer: PeerId) -> None:
+    def _check_request(self, peer: PeerId) -> int:
+        """Returns the revision that we hold."""
         if not self._roster.knows(peer):
             raise RequestRefused("rounds are for members: say hello first", code="not_a_member")
-        if self._tip is None or self._nursery is None:
+        if self._branch.tip is None or self._nursery is None:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
+        return self._branch.tip
 
-    def _hear(self, revision: int, peer: PeerId) -> None:
+    def _hear(self, revision: int, peer: PeerId, tip: int) -> None:
         """A peer holds this revision, or says so. Of much later ones we learn otherwise, with proof."""
-        assert self._tip is not None
         heard = self.heard
-        if (
-            revision < self._tip + _LOOKAHEAD
-            and peer in self._roster.partners()
-            and (heard is None or revision > heard[0])
-        ):
+        if revision < tip + _LOOKAHEAD and peer in self._roster.partners() and (heard is None or revision > heard[0]):
             self._heard = (revision, peer)
             self._spread_news()
 
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
-        self._check_request(stream.peer)
+        tip = self._check_request(stream.peer)
         if request.weight > self._max_weight:
             raise ProtocolError(f"a weight of {request.weight:g}; in this run {self._max_weight:g} is the most")
         if request.operation == "gather" and request.length > self._max_block:
             raise ProtocolError(f"a block of {request.length} bytes; in this run {self._max_block} is the most")
-        self._hear(request.revision - 1, stream.peer)
-        assert self._tip is not None
-        ours = self._digests.get(request.revision - 1, request.base)
-        if ours != request.base:
+        self._hear(request.revision - 1, stream.peer, tip)
+        ours = self._branch.digest(request.revision - 1)
+        if ours not in (None, request.base):
             return Forked(ours)
         if request.revision <= self.finished:
             return Ahead(self.finished, self._endpoint.peer_id)
-        if request.revision > self._tip + _LOOKAHEAD:
-            raise RequestRefused(f"this peer holds revision {self._tip} only", code="behind")
+        if request.revision > tip + _LOOKAHEAD:
+            raise RequestRefused(f"this peer holds revision {tip} only", code="behind")
         problem = self._signatures.problem(
             stream.peer, request.revision, request.base, request.weight, request.signature
         )
@@ -550,36 +561,22 @@ class Rounds:
             raise ProtocolError(problem)
         leadership = self._leadership(request.revision)
         leadership.crossed(stream.peer)
-        final = self._final_answer(leadership, request, stream.peer)
+        final = leadership.final_answer(request, stream.peer)
         if final is None:
             await self._serve(leadership, request, stream)
         return final
 
-    def _final_answer(self, leadership: Leadership, ready: Ready, peer: PeerId) -> Ahead | Redirect | None:
-        """Why a ready peer cannot stay here, or None."""
-        coordinator = leadership.coordinator
-        if coordinator.holder is not None:
-            if coordinator.holder in self._roster.partners():
-                return Ahead(ready.revision, coordinator.holder)
-            coordinator.reopen()
-        target = leadership.redirect(peer, ready.tried) if peer != self._endpoint.peer_id else None
-        return None if target is None else Redirect(target, self._endpoint.addresses(target)[:MAX_ADDRESSES])
-
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
-        self._check_request(stream.peer)
-        self._hear(request.revision - 1, stream.peer)
-        assert self._tip is not None
-        if self._digests.get(request.revision - 1, request.base) != request.base:
+        tip = self._check_request(stream.peer)
+        self._hear(request.revision - 1, stream.peer, tip)
+        if self._branch.digest(request.revision - 1) not in (None, request.base):
             raise RequestRefused("this peer's state is another one", code="fork")
         if request.revision <= self.finished:
             return Ahead(self.finished, self._endpoint.peer_id)
-        if request.revision > self._tip + _LOOKAHEAD:
+        if request.revision > tip + _LOOKAHEAD:
             return Late()
-        leadership = self._leadership(request.revision)
-        if leadership.coordinator.holder is not None:
-            return Ahead(request.revision, leadership.coordinator.holder)
-        answer = leadership.announced(stream.peer, request.remaining)
-        return Late() if answer == Noted() and self._tip < request.revision - 1 else answer
+        answer = self._leadership(request.revision).announced(stream.peer, request.remaining)
+        return Late() if answer == Noted() and tip < request.revision - 1 else answer
 
     async def _on_fetch(self, request: FetchResult, stream: Stream) -> None:
         self._check_request(stream.peer)
@@ -590,11 +587,11 @@ class Rounds:
 
         `length` is that of a mean; None: of what we have brought last. Raises: See `Results.fetch`.
         """
-        base = self._digests.get(revision - 1)
+        base = self._branch.digest(revision - 1)
         kept = self._results.get(revision)
         if kept is not None and base in (None, kept.plan.base):  # fetched before we knew that the round is over for us
             await trio.lowlevel.checkpoint()
             return kept
-        reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, length))
+        reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, peer, length))
         self._keep(reduced)
         return reduced

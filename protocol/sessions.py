@@ -7,14 +7,15 @@ there is one way of taking part and not two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 import trio
 
 from protocol.errors import Overloaded, PeerGone, ProtocolError, RequestTimeout, ShoalError
 from protocol.identity import PeerId
-from protocol.round_messages import Ahead, Forked, Queued, Redirect
+from protocol.round_messages import Ahead, Forked, Misfits, Queued, Redirect
 from protocol.wire import Message
 
 _T = TypeVar("_T")
@@ -25,7 +26,7 @@ MAX_QUEUED = 32
 SOON = 0.02
 """Seconds that messages wait which may turn out not to be needed: often all are ready at once, and planned for."""
 
-FINAL = (Ahead, Forked, Redirect)
+FINAL = (Ahead, Forked, Misfits, Redirect)
 """What a coordinator says last."""
 
 
@@ -81,6 +82,36 @@ def local_lines(peer: PeerId) -> tuple[LocalLine, LocalLine]:
     there, from_here = trio.open_memory_channel[Message](MAX_QUEUED)
     here, from_there = trio.open_memory_channel[Message](MAX_QUEUED)
     return LocalLine(peer, there, from_there), LocalLine(peer, here, from_here)
+
+
+@asynccontextmanager
+async def local_line(
+    peer: PeerId, final: Message | None, serve: Callable[[Line], Awaitable[None]], spawn: Callable[..., None]
+) -> AsyncIterator[LocalLine]:
+    """The member's end of a conversation with oneself, for as long as the block runs.
+
+    Args:
+        peer: Who we are.
+        final: All that the coordinator has to say; None to have it serve the member.
+        serve: Coordinates for a member.
+        spawn: Starts a task, which may outlive the block.
+    """
+
+    async def served() -> None:
+        try:
+            await serve(theirs)
+        finally:
+            theirs.close()
+
+    ours, theirs = local_lines(peer)
+    if final is not None:
+        await theirs.send(final)
+    else:
+        spawn(served)
+    try:
+        yield ours
+    finally:
+        ours.close()
 
 
 class Session:

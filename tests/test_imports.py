@@ -16,6 +16,7 @@ MAY_IMPORT = {
 # The modules of protocol and dht that meet the world. All others are sans-IO: bytes, messages, times and random
 # numbers come in as arguments, and bytes, messages and decisions go out.
 SHELLS = {
+    "protocol/agreement.py",
     "protocol/attempt.py",
     "protocol/attempts.py",
     "protocol/awake.py",

@@ -304,7 +304,7 @@ class PipelineNode:
             began=partial(self._tell_pass, number),
         )
         roster = StageRoster(crew, self.mesh, number)
-        settings = ChannelSettings(times=pipeline.times, report=self.events.report, courtesy=self._courtesy)
+        settings = ChannelSettings(times=pipeline.times, report=self.events.report, courtesy=self._courtesy, fixed=True)
         collective = AsyncCollective(self.endpoint, run, roster=roster, settings=settings)
         steps = StageSteps(
             service,

@@ -15,7 +15,8 @@ from protocol import wire
 from protocol.ballots import Acceptor, Offer
 from protocol.book import MAX_ADDRESSES as MOST_IN_BOOK
 from protocol.book import AddressBook
-from protocol.coordinator import Candidate, Coordinator, RoundTimes, Send, View
+from protocol.candidates import Candidate
+from protocol.coordinator import Coordinator, RoundTimes, Send, View
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
 from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, Source

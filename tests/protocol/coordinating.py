@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.coordinator import Candidate, Coordinator, RoundTimes, Send, View
+from protocol.candidates import Candidate
+from protocol.coordinator import Coordinator, RoundTimes, Send, View
 from protocol.identity import PeerId
 from protocol.plan import NO_BALLOT, Plan
 from protocol.round_messages import Halt
@@ -17,8 +18,8 @@ TIMES = RoundTimes(grace=10, slack=2, stall=10, settle=1)
 class Table:
     """A coordinator and what it has said."""
 
-    def __init__(self, live=PEERS[:4]) -> None:
-        self.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=TIMES)
+    def __init__(self, live=PEERS[:4], *, fixed=True) -> None:
+        self.core = Coordinator(run=RUN, tag="", revision=1, peer=US, times=TIMES, fixed=fixed)
         self.live, self.base, self.arriving, self.patience = set(live), BASE, set(), 0.0
         self.now = 100.0
         self.log = []
@@ -43,9 +44,9 @@ class Table:
             self.core.halted(peer, ballot, self.holdings.get(peer, ()))
         return actions + self.poll(leading=leading) if halting else actions
 
-    def ready(self, *peers, weight=1.0, length=4, base=BASE, tried=(), heard=NO_BALLOT):
+    def ready(self, *peers, weight=1.0, length=4, base=BASE, tried=(), heard=NO_BALLOT, **brings):
         for peer in peers:
-            self.core.ready(peer, Candidate(weight, length, base, frozenset(tried)), heard)
+            self.core.ready(peer, Candidate(weight, length, base, frozenset(tried), **brings), heard)
 
     def wait(self, seconds):
         self.now += seconds

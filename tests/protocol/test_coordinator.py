@@ -5,8 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from protocol.candidates import Candidate
 from protocol.collective import Window
-from protocol.coordinator import Aborted, Announce, Candidate, Coordinator
+from protocol.coordinator import Aborted, Announce, Coordinator
 from protocol.identity import PeerId
 from protocol.plan import MAX_ATTEMPT, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Queued, Redirect

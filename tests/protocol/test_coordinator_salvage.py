@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.coordinator import Candidate
+from protocol.candidates import Candidate
 from protocol.plan import NO_BALLOT, Ballot, Plan, Source
 from protocol.round_messages import CallOff, Halt, Propose
 from protocol.salvage import Holding, Span

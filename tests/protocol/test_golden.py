@@ -20,8 +20,9 @@ from peer.pipeline import messages as stages
 from protocol import frames, hello, lane, mesh, punch, reachability, relay, rivals, round_messages, wire
 from protocol.budget import Budget
 from protocol.channel import LANE_OPENING
-from protocol.frames import Kind
+from protocol.frames import Kind as FrameKind
 from protocol.identity import Identity, PeerId
+from protocol.kinds import Brought, Kind, Terms
 from protocol.mux import FIRST_WINDOW, Mux
 from protocol.mux_stream import MuxLimits, MuxStream
 from protocol.noise import Handshake
@@ -52,6 +53,7 @@ PLAN = Plan(
     base=TWOS,
     signatures=(SIGNATURE, SIGNATURE),
 )
+TERMS = Terms("all_reduce", quorum=2, grace=1.0, keep=8)
 SOURCE = Source(ONES, (BOB,), (1.0,))
 SALVAGING = attrs.evolve(PLAN, sources=(SOURCE,), salvaged=(Salvaged(5, 300, 0, (0, 1)),))
 UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
@@ -91,17 +93,24 @@ MESSAGES = {
     dht.Fetch(ONES, b""): "93 a96468742e6665746368 c420 11*32 c400",
     dht.Fetched((COPY,), True): "93 ab6468742e66657463686564 91 92 c406 7265636f7264 cb3ff8000000000000 c3",
     round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (BOB,)): (
-        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c0 93 00 00 90"
+        "dc0010 ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c0 93 00 00 90 "
+        "a466703332 95 a0 a672616e646f6d 00 cb0000000000000000 00 c2"
     ),
     round_messages.Ready(ONES, "", 300, TWOS, 2.5, 1_000_000, NO_BALLOT, (BOB,), signature=SIGNATURE): (
-        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
+        "dc0010 ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb4004000000000000 ce000f4240 93 00 "
         "00 c420 00*32 91 c420 bb*32 90 a6726564756365 c460 73*96 "
-        "93 00 00 90"
+        "93 00 00 90 a466703332 95 a0 a672616e646f6d 00 cb0000000000000000 00 c2"
     ),
     round_messages.Ready(ONES, "", 300, TWOS, 0.0, 1_000_000, NO_BALLOT, (), rates=RATES): (
-        "9d ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
-        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 96 c420 bb*32 00 cd012c cdc350 c3 cd0190"
+        "dc0010 ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 ce000f4240 93 00 "
+        "00 c420 00*32 90 90 a6726564756365 c0 93 ce000f4240 00 91 96 c420 bb*32 00 cd012c cdc350 c3 cd0190 "
+        "a466703332 95 a0 a672616e646f6d 00 cb0000000000000000 00 c2"
+    ),
+    round_messages.Ready(ONES, "", 300, TWOS, 0.0, 5, NO_BALLOT, (), codec="int8", terms=TERMS, late=True): (
+        "dc0010 ab726f756e642e7265616479 c420 11*32 a0 cd012c c420 22*32 cb0000000000000000 05 "
+        "93 00 00 c420 00*32 90 90 a6726564756365 c0 93 00 00 90 a4696e7438 "
+        "95 aa616c6c5f726564756365 a672616e646f6d 02 cb3ff0000000000000 08 c3"
     ),
     round_messages.Queued(300): "92 ac726f756e642e717565756564 cd012c",
     round_messages.Redirect(BOB, (HOME,)): (
@@ -109,6 +118,19 @@ MESSAGES = {
     ),
     round_messages.Ahead(300, BOB): "93 ab726f756e642e6168656164 cd012c c420 bb*32",
     round_messages.Forked(TWOS): "92 ac726f756e642e666f726b6564 c420 22*32",
+    round_messages.Misfits((Brought(BOB, Kind("reduce", 300, "int8", TERMS), True),)): (
+        "92 ac726f756e642e6d6973666974 91 93 c420 bb*32 94 a6726564756365 cd012c a4696e7438 "
+        "95 aa616c6c5f726564756365 a672616e646f6d 02 cb3ff0000000000000 08 c3"
+    ),
+    round_messages.Compare(ONES, "tag", 300, Kind("gather", 0)): (
+        "95 ad726f756e642e636f6d70617265 c420 11*32 a3746167 cd012c "
+        "94 a6676174686572 00 a466703332 95 a0 a672616e646f6d 00 cb0000000000000000 00"
+    ),
+    round_messages.Brings(None, False): "93 ac726f756e642e6272696e6773 c0 c2",
+    round_messages.Brings(Kind("exchange", 300, "fp32", Terms("exchange", "exponential")), True): (
+        "93 ac726f756e642e6272696e6773 94 a865786368616e6765 cd012c a466703332 "
+        "95 a865786368616e6765 ab6578706f6e656e7469616c 00 cb0000000000000000 00 c3"
+    ),
     round_messages.Propose(PLAN): (
         "92 ad726f756e642e70726f706f7365 dc0012 c420 11*32 cd012c 01 00 c420 aa*32 92 c420 bb*32 c420 aa*32 "
         "92 cb3ff0000000000000 cb4004000000000000 ce000f4240 c420 22*32 a0 a466703332 90 90 a6726564756365 90 "
@@ -319,7 +341,7 @@ def test_handshake_and_records_with_fixed_keys():
 
 
 def test_frames():
-    assert {kind.name: int(kind) for kind in Kind} == {
+    assert {kind.name: int(kind) for kind in FrameKind} == {
         "OPEN": 1,
         "DATA": 2,
         "BODY": 3,
@@ -334,7 +356,7 @@ def test_frames():
         "ACK": 12,
         "LANES": 13,
     }
-    assert frames.pack(Kind.RESET, 0, 258, frames.pack_reset("busy", "later")) == golden(
+    assert frames.pack(FrameKind.RESET, 0, 258, frames.pack_reset("busy", "later")) == golden(
         "05 00 000a 00000102 04 62757379 6c61746572"
     )
 

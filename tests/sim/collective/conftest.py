@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import trio
@@ -15,6 +15,7 @@ from protocol.endpoint import Limits
 from protocol.errors import ShoalError
 from protocol.operations import AsyncCollective
 from protocol.plan import MAX_WEIGHT
+from protocol.round_events import RoundEvent
 from tests.sim.swarm import SimulatedPeer, SimulatedSwarm, running
 
 RUN = hashlib.sha256(b"a simulated collective").digest()
@@ -26,9 +27,12 @@ class Peer(SimulatedPeer):
     def __init__(self, swarm: Swarm, number: int, limits: Limits) -> None:
         super().__init__(swarm, number, limits)
         self.courtesy = Courtesy(lambda: self.endpoint.bytes_sent)
+        self.events: list[RoundEvent] = []
         settings = ChannelSettings(
             times=swarm.times,
-            codec=swarm.codec,
+            codec=swarm.codecs.get(number, swarm.codec),
+            report=self.events.append,
+            fixed=swarm.fixed,
             max_weight=swarm.max_weight,
             max_block=1 << 24,
             courtesy=self.courtesy,
@@ -48,10 +52,13 @@ class Swarm(SimulatedSwarm[Peer]):
         *,
         limits: Callable[[int], Limits] = lambda number: Limits(),
         codec: CodecName = "fp32",
+        codecs: Mapping[int, CodecName] | None = None,
+        fixed: bool = False,
         max_weight: float = MAX_WEIGHT,
         **options,
     ) -> None:
         self.limits, self.codec, self.max_weight = limits, codec, max_weight
+        self.codecs, self.fixed = codecs or {}, fixed
         super().__init__(count, run_id=RUN, **options)
 
     def make(self, number: int) -> Peer:
