@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -14,7 +13,7 @@ import trio
 from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
 from protocol.errors import RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
-from protocol.operation import Operation, Progress
+from protocol.operation import Operation, Progress, checked_timeout
 from protocol.operations import AsyncCollective
 from protocol.pairs import Pairing
 
@@ -57,9 +56,9 @@ class Handle(Generic[_T]):
 
         Raises:
             RequestTimeout: It is not there yet.
-            ShoalError, ValueError: As the operation says.
+            ShoalError, ValueError: As the operation says. ValueError also if the timeout is none.
         """
-        ends = math.inf if timeout is None else time.monotonic() + timeout
+        ends = time.monotonic() + checked_timeout(timeout)
         while not self._done.wait(max(0.0, min(ends - time.monotonic(), LOOK))):
             if time.monotonic() >= ends:
                 raise RequestTimeout(f"the operation is not finished after {timeout:g} s")

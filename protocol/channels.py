@@ -39,6 +39,20 @@ MAX_TAG = 40
 """Characters of a tag; the rest of what a message has room for names the group."""
 
 
+def checked_group(group: Collection[PeerId] | None) -> frozenset[PeerId] | None:
+    """The members of a group; None stands for all.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if group is None:
+        return None
+    listed = isinstance(group, Collection) and not isinstance(group, (str, bytes))
+    if not listed or not all(isinstance(peer, PeerId) for peer in group):
+        raise ValueError(f"a group is a list of peer ids, as `members` has them, or None for all, not {group!r}")
+    return frozenset(group)
+
+
 @attrs.frozen(kw_only=True)
 class ChannelSettings:
     """What all members of a run have to agree on."""
@@ -167,8 +181,8 @@ class Channels:
         return bool(self._waiting) or any(rounds.statistics().busy for rounds in self._channels.values())
 
     def _name(self, tag: str, group: Collection[PeerId] | None) -> str:
-        if len(tag) > MAX_TAG or "@" in tag:
-            raise ValueError(f"a tag has at most {MAX_TAG} characters, without @: {tag!r}")
+        if not isinstance(tag, str) or len(tag) > MAX_TAG or "@" in tag:
+            raise ValueError(f"a tag is text of at most {MAX_TAG} characters, without @, not {tag!r}")
         if group is None:
             return tag
         if self._endpoint.peer_id not in group:

@@ -14,6 +14,19 @@ from protocol.errors import RequestTimeout, RoundAborted, ShoalError
 _T = TypeVar("_T")
 
 
+def checked_timeout(timeout: float | None) -> float:
+    """The seconds that something may take; infinite for None.
+
+    Raises:
+        ValueError: It is none: it is negative, or no number.
+    """
+    if timeout is None:
+        return math.inf
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"a timeout is a number of seconds from 0 on, or None for no limit, not {timeout!r}")
+    return timeout
+
+
 @attrs.frozen
 class Progress:
     """How far an operation is. An attempt that fails may begin anew."""
@@ -30,6 +43,9 @@ class Operation(Generic[_T]):
     Args:
         work: What the operation does; it is given the handle.
         timeout: Seconds from the start after which it is given up; None for no limit.
+
+    Raises:
+        ValueError: The timeout is none.
     """
 
     def __init__(self, work: Callable[[Operation[_T]], Awaitable[_T]], timeout: float | None) -> None:
@@ -39,7 +55,7 @@ class Operation(Generic[_T]):
         """Says how far it is, once it is its turn: received and total."""
         self._callbacks: list[Callable[[], None]] = []
         self._work = work
-        self._timeout = math.inf if timeout is None else timeout
+        self._timeout = checked_timeout(timeout)
         self._scope = trio.CancelScope()
         self._cancelled = False
         self._results: list[_T] = []

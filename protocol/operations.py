@@ -10,7 +10,7 @@ import attrs
 import torch
 import trio
 
-from protocol.channels import Channels, ChannelSettings
+from protocol.channels import Channels, ChannelSettings, checked_group
 from protocol.collective import Block, Broadcasted, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
 from protocol.endpoint import Endpoint
 from protocol.errors import Behind, Fork, Misfit, RequestRefused, RoundAborted
@@ -124,7 +124,7 @@ class AsyncCollective:
         """Starts `all_reduce`."""
         missed: list[Reduced] = []
         if window is not None:
-            missed = self._missed.setdefault((tag, None if group is None else frozenset(group)), missed)
+            missed = self._missed.setdefault((tag, checked_group(group)), missed)
         known: int | None = None  # results of before this operation, which do not have its values
 
         async def act(rounds: Rounds, number: int) -> Reduced:
@@ -196,12 +196,11 @@ class AsyncCollective:
     ) -> Operation[_T]:
         if self._channels.nursery is None:
             raise RoundAborted("the collective is not running")
-        queue = self._channels.queue(tag, group)
-        turn = queue.join()
+        members = checked_group(group)
 
         async def work(operation: Operation[_T]) -> _T:
             await turn.wait()
-            rounds = await self._channels.get(tag, group, window)
+            rounds = await self._channels.get(tag, members, window)
             return await self._carry_out(operation, act, rounds, missed)
 
         async def run() -> None:
@@ -212,6 +211,8 @@ class AsyncCollective:
                 self._operations -= 1
 
         operation = Operation(work, timeout)
+        queue = self._channels.queue(tag, members)
+        turn = queue.join()
         self._operations += 1
         self._channels.nursery.start_soon(run)
         return operation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +18,7 @@ from protocol.endpoint import Endpoint, Limits
 from protocol.errors import RequestTimeout, RoundAborted
 from protocol.identity import Identity, PeerId
 from protocol.mesh import Mesh
+from protocol.operation import checked_timeout
 from protocol.operations import AsyncCollective
 from protocol.tcp import TcpTransport
 from protocol.transport import Address
@@ -112,10 +112,12 @@ def wait_for_members(mesh: Mesh, count: int, timeout: float | None, token: trio.
     Raises:
         RequestTimeout: It has not, in so many seconds.
         RoundAborted: Its thread has ended.
+        ValueError: The timeout is none.
     """
+    limit = checked_timeout(timeout)
 
     async def wait() -> None:
-        with trio.fail_after(math.inf if timeout is None else timeout):
+        with trio.fail_after(limit):
             await mesh.wait_for(count)
 
     try:

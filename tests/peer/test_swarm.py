@@ -20,7 +20,15 @@ from peer.helper import HelperConfig, run_helper
 from peer.home import Home, HomeInUse
 from peer.ticket import Ticket, TicketError
 from protocol.background import in_background
-from protocol.errors import AddressError, PeerUnreachable, RequestTimeout, RoundAborted, SettingsError, WrongSwarmKey
+from protocol.errors import (
+    AddressError,
+    Misfit,
+    PeerUnreachable,
+    RequestTimeout,
+    RoundAborted,
+    SettingsError,
+    WrongSwarmKey,
+)
 from protocol.transport import Address
 
 HERE = {"listen": "127.0.0.1:0", "map_port": False}
@@ -44,6 +52,59 @@ def test_programs_that_have_a_ticket_average(two):
     assert set(founder.members) == set(other.members) == {founder.peer_id, other.peer_id}
     reduced = together(lambda: founder.all_reduce(torch.zeros(3)), lambda: other.all_reduce(torch.full((3,), 4.0)))
     assert [result.mean.tolist() for result in reduced] == [[2.0] * 3] * 2
+
+
+def error_of(call):
+    with pytest.raises(Misfit) as info:
+        call()
+    return str(info.value)
+
+
+def test_programs_with_different_models_are_told(two):
+    founder, other = two
+    ten, twelve = together(
+        lambda: error_of(lambda: founder.all_reduce(torch.zeros(10))),
+        lambda: error_of(lambda: other.all_reduce(torch.zeros(12))),
+    )
+    assert f"{other.peer_id.short} (length: 10 here, 12 there)" in ten
+    assert f"{founder.peer_id.short} (length: 12 here, 10 there)" in twelve
+    assert "the same calls" in ten
+    reduced = together(lambda: founder.all_reduce(torch.zeros(10)), lambda: other.all_reduce(torch.zeros(10)))
+    assert all(len(result.members) == 2 for result in reduced)  # the mistake is mended
+
+
+def test_optimizers_of_different_models_are_told(two):
+    def train(swarm, width):
+        model = nn.Linear(width, 1)
+        optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), swarm, sync_every=2)
+        for _ in range(2):
+            model(torch.ones(width)).sum().backward()
+            optimizer.step()
+
+    told = together(lambda: error_of(lambda: train(two[0], 4)), lambda: error_of(lambda: train(two[1], 5)))
+    assert "length: 5 here, 6 there" in told[0]
+    assert "length: 6 here, 5 there" in told[1]
+
+
+def test_another_codec_is_told_and_the_others_go_on_and_hear_of_it(tmp_path):
+    with (
+        Swarm.found("a test", events=tmp_path / "events", codec="int8", **HERE) as founder,
+        Swarm.join(founder.ticket, codec="int8", **HERE) as second,
+        Swarm.join(founder.ticket, **HERE) as wrong,
+    ):
+        peers = (founder, second, wrong)
+        together(*(lambda peer=peer: peer.wait_for(3, timeout=30) for peer in peers))
+        *made, told = together(
+            lambda: founder.all_reduce(torch.ones(10)),
+            lambda: second.all_reduce(torch.ones(10)),
+            lambda: error_of(lambda: wrong.all_reduce(torch.ones(10))),
+        )
+        assert "codec: fp32 here, int8 there" in told
+        assert [set(reduced.members) for reduced in made] == [{founder.peer_id, second.peer_id}] * 2
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    (event,) = (event for event in events if event["event"] == "misfit")
+    assert event["members"] == [str(wrong.peer_id)]
+    assert event["reason"] == "codec: int8 here, fp32 there"
 
 
 def test_a_training_loop_of_ones_own(two):

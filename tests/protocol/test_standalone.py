@@ -55,7 +55,14 @@ def test_blocking_operations_of_two_peers():
 def test_handles_and_what_is_refused():
     with join_collective("a test") as one, join_collective("a test", peers=[one.address]) as other:
         one.wait_for(2, timeout=30)
+        for senseless in ({"timeout": -1}, {"group": str(one.peer_id)}, {"group": [str(one.peer_id)]}, {"tag": 5}):
+            with pytest.raises(ValueError, match="not"):
+                one.barrier(**senseless)
+        with pytest.raises(ValueError, match="not -1"):
+            one.wait_for(2, timeout=-1)
         handle = one.start_barrier()
+        with pytest.raises(ValueError, match="not -1"):
+            handle.wait(-1)
         assert not handle.done
         with pytest.raises(RequestTimeout, match="not finished"):
             handle.wait(timeout=0.01)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import trio
 
+from protocol.collective import Window
 from protocol.errors import ProtocolError, RequestTimeout, RoundAborted
 
 
@@ -225,12 +228,25 @@ async def test_a_deadline_ends_an_operation(autojump_clock, swarm_of):
         assert all(len(reduced.members) == 3 for reduced in outcomes.values())
 
 
+@pytest.mark.parametrize("timeout", [-1, -0.5, math.nan, "5"])
+async def test_a_timeout_that_is_none(autojump_clock, swarm_of, timeout):
+    async with swarm_of(1) as swarm:
+        one = swarm.peers[0]
+        with pytest.raises(ValueError, match=r"seconds from 0 on, .*, not "):
+            await one.collective.barrier(timeout=timeout)
+        assert (await one.collective.barrier(timeout=1)).number == 1
+
+
 async def test_senseless_tags_and_groups(autojump_clock, swarm_of):
     async with swarm_of(2) as swarm:
         one, other = swarm.peers
         with pytest.raises(ValueError, match="group"):
             await one.collective.barrier(group=[other.id])
-        with pytest.raises(ValueError, match="tag"):
-            await one.collective.barrier(tag="x" * 41)
+        for group in (str(other.id), one.id, [str(one.id), str(other.id)], [one.id, bytes(32)], iter([one.id]), 5):
+            with pytest.raises(ValueError, match=r"peer ids.* not "):
+                await one.collective.all_reduce(torch.ones(1), group=group, window=Window())
+        for tag in ("x" * 41, "a@b", 5):
+            with pytest.raises(ValueError, match="tag"):
+                await one.collective.barrier(tag=tag)
         with pytest.raises(ValueError, match="block"):
             await one.collective.gather(bytes((1 << 24) + 1))
