@@ -140,9 +140,10 @@ class Rounds:
             RingData: self._inbox.deliver,
             Waiting: self._carrying.answer,
             FetchResult: self._on_fetch,
-            Compare: self._agreement.answer,
         }
         """What serves the requests of others, while `run` runs."""
+        if not fixed:
+            self.handlers[Compare] = self._agreement.answer
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Owns the tasks of all rounds; runs until cancelled."""

@@ -230,7 +230,8 @@ def coordinator(data: bytes) -> None:
     """Members, and others, that say anything in any order: plans are valid, their ballots rise, and rounds get on."""
     choices = Choices(data)
     peers = [PeerId(bytes([number]) * 32) for number in range(1, 6)]
-    core = Coordinator(run=bytes(32), tag="", revision=1, peer=peers[0], times=_TIMES)
+    fixed = choices.one_in(2)
+    core = Coordinator(run=bytes(32), tag="", revision=1, peer=peers[0], times=_TIMES, fixed=fixed)
     ballots = [NO_BALLOT]
     now = 0.0
     while choices.left:
@@ -270,7 +271,8 @@ def _tell(
             base = choices.of((bytes(32), bytes(32), b"1" * 32))
             tried, holdings = frozenset(peers[: choices.number(2)]), _holdings(choices, core, peers)
             rates = _rates(choices, peers)
-            core.ready(peer, Candidate(weight, length, base, tried, holdings, rates=rates), ballot)
+            late = choices.one_in(2)
+            core.ready(peer, Candidate(weight, length, base, tried, holdings, rates=rates, late=late), ballot)
         case 3:
             core.gone(peer)
         case 4:
