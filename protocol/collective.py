@@ -160,6 +160,7 @@ class Collective(Protocol):
     and `timeout` in seconds, after which we give up, and the others go on.
 
     Raises:
+        Misfit: Most others bring something else, such as another number of values; or nobody brings the same.
         RoundAborted: Nothing came of it; it may be tried again.
         RequestTimeout: The time is over.
         ValueError: The arguments make no sense.
@@ -220,10 +221,11 @@ class Collective(Protocol):
         tag: str = "",
         timeout: float | None = None,
     ) -> Broadcasted:
-        """The block of the one member that has it; all others call this with None.
+        """The block of a member that has it, or of one of several that have the same; all others call this with None.
 
         Raises:
             RoundAborted: Nobody who took part has it.
+            Misfit: Two have different ones.
         """
         ...
 
