@@ -338,7 +338,8 @@ class Coordinator:
         if self.holder is not None:
             self._send_away_late(self.holder)
         elif self._kind is not None:
-            self._send_away_misfits()
+            # Who makes another call is late, and at another point of its program: it may fit the next operation.
+            self._send_away_misfits(only=self._kind.call)
         actions, self._actions = self._actions, []
         return actions
 
@@ -442,8 +443,10 @@ class Coordinator:
             return False
         return True
 
-    def _send_away_misfits(self) -> None:
-        misfits = {peer: candidate.kind for peer, candidate in self._candidates.items() if candidate.kind != self._kind}
+    def _send_away_misfits(self, *, only: str | None = None) -> None:
+        """Tells those who bring something else, all of them or those who make this call."""
+        kinds = {peer: candidate.kind for peer, candidate in self._candidates.items()}
+        misfits = {peer: kind for peer, kind in kinds.items() if kind != self._kind and only in (None, kind.call)}
         known = {each.peer: each for each in (*self._fitting, *brought(self._candidates))} if misfits else {}
         for peer, kind in misfits.items():
             others = [each for each in known.values() if each.kind != kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.identity import PeerId
 from protocol.kinds import Terms
 from protocol.plan import NO_BALLOT
-from protocol.round_messages import CallOff, Misfits, Propose
+from protocol.round_messages import Ahead, CallOff, Misfits, Propose
 from tests.protocol.coordinating import PEERS, US, A, B, C, D, Table, sent
 
 E = PeerId(bytes([9]) * 32)
@@ -83,6 +83,15 @@ def test_who_comes_when_the_plan_is_out_is_told_at_once_what_it_is_for():
     table.complete(A)
     table.poll()
     assert table.core.holder in (US, A)
+
+
+def test_who_comes_then_with_another_call_is_late_and_may_fit_the_next_one():
+    table = disagreeing(US, A, B)
+    table.start(US, A)
+    table.ready(B, operation="gather")
+    assert table.poll() == []
+    table.complete(US, A)
+    assert B in sent(table.poll(), Ahead)
 
 
 def test_what_was_settled_holds_for_the_next_attempts():
