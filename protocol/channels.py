@@ -35,6 +35,9 @@ MAX_CHANNELS = 64
 MAX_WAITING = 64
 """Members of others that wait at a time for us to begin to use a tag."""
 
+STEADY = 3.0
+"""How many times as long as the quickest others may take from one operation to the next. Programs cannot hurry."""
+
 MAX_TAG = 40
 """Characters of a tag; the rest of what a message has room for names the group."""
 
@@ -57,7 +60,7 @@ def checked_group(group: Collection[PeerId] | None) -> frozenset[PeerId] | None:
 class ChannelSettings:
     """What all members of a run have to agree on."""
 
-    times: RoundTimes = attrs.field(factory=RoundTimes)
+    times: RoundTimes = attrs.field(factory=lambda: RoundTimes(steady=STEADY))
     codec: CodecName = "fp32"
     """How vectors look on the wire, see `protocol.codecs`. Blocks are sent as they are."""
     max_weight: float = MAX_WEIGHT

@@ -76,6 +76,9 @@ class RoundTimes:
     """Results that are kept for peers that missed them."""
     patient: bool = True
     """Whether members that are behind are waited for beyond the grace time."""
+    steady: float = attrs.field(default=0.0, validator=ge(0))
+    """The members of the last round are waited for, also beyond the grace time, so many times as long as it took the
+    first of them to be ready again."""
 
     def within(self, window: Window) -> RoundTimes:
         """The same for operations with a window: nobody hurries to be in time, so nothing comes after it closes."""
@@ -87,7 +90,12 @@ class RoundTimes:
             slack=0.0,
             keep=window.keep,
             patient=False,
+            steady=0.0,
         )
+
+    def after(self, pause: float) -> RoundTimes:
+        """The same if it took so many seconds from the last round to this one, for those who wait for its members."""
+        return attrs.evolve(self, grace=max(self.grace, self.steady * max(pause, 0.0)))
 
     @property
     def window(self) -> float:
@@ -120,6 +128,10 @@ class View:
     """This process was stopped, and went on a moment ago."""
     patience: float = 0.0
     """Seconds that a round goes on for members that say they are `late`: as long as the last one took to reduce."""
+    regulars: frozenset[PeerId] = frozenset()
+    """The members of the last round."""
+    since: float = math.inf
+    """When that was over here."""
 
 
 @attrs.frozen
@@ -367,11 +379,16 @@ class Coordinator:
     def _extension(self, awaited: set[PeerId], fit: dict[PeerId, Candidate], view: View) -> float:
         """Seconds that the window stays open beyond the grace time for those who cannot be quicker."""
         answers = {self._answers.get(peer) for peer in awaited}
+        times, extension = self._times, 0.0
         if "led" in answers:
             kind = next(iter(fit.values())).kind
-            return self._times.attempt(load(kind.operation, total_length(fit, kind)), len(view.expected))
-        late = "late" in answers or (self._peer in awaited and view.base is None)
-        return view.patience if late and self._times.patient else 0.0
+            extension = times.attempt(load(kind.operation, total_length(fit, kind)), len(view.expected))
+        elif times.patient and ("late" in answers or (self._peer in awaited and view.base is None)):
+            extension = view.patience
+        if awaited & view.regulars and self.closes is not None:
+            pause = self.closes - times.window - view.since
+            extension = max(extension, times.after(pause).window - times.window)
+        return extension
 
     def _fit(self, view: View) -> dict[PeerId, Candidate]:
         """The candidates that can be in one plan. Those on another branch are sent away, with our digest."""

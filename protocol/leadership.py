@@ -53,6 +53,7 @@ class Leadership:
         spawn: Starts a task of the round; does nothing once everything is being shut down.
         roster: Who can take part.
         patience: How long a round waits for members that are late; see `View`.
+        regulars: The members of the last round, and when that was over here.
         base: The digest of our own state before the round; None while we are not there yet.
         notify: Called when the round's window opens.
         aborted: Called when an attempt that we coordinate fails, with the reason.
@@ -71,6 +72,7 @@ class Leadership:
         spawn: Callable[..., None],
         roster: Roster,
         patience: Callable[[], float],
+        regulars: Callable[[], tuple[frozenset[PeerId], float]],
         base: Callable[[], bytes | None],
         notify: Callable[[], None],
         aborted: Callable[[Plan, str], None],
@@ -79,7 +81,8 @@ class Leadership:
         self._endpoint, self._run, self._tag, self._times = endpoint, run, tag, times
         self._peer = endpoint.peer_id
         self._spawn, self._roster = spawn, roster
-        self._patience, self._base, self._notify, self._aborted = patience, base, notify, aborted
+        self._patience, self._regulars, self._base = patience, regulars, base
+        self._notify, self._aborted = notify, aborted
         self.acceptor = Acceptor(self._peer)
         self.coordinator = Coordinator(
             run=run, tag=tag, revision=revision, peer=self._peer, times=times, max_weight=max_weight, fixed=fixed
@@ -322,6 +325,7 @@ class Leadership:
             leading = self._coordinating or (self._hinted or self._best(frozenset())) == self._peer
         everybody = frozenset(self._roster.partners()) | {self._peer}
         rank = coordinators(self._run, self.revision, everybody, tag=self._tag).index(self._peer)
+        regulars, since = self._regulars()
         return View(
             expected=frozenset(self._roster.expected()) | everybody,
             arriving=frozenset(self._roster.arriving()),
@@ -330,6 +334,8 @@ class Leadership:
             base=self._base(),
             woken=self._roster.woken(),
             patience=self._patience(),
+            regulars=regulars,
+            since=since,
         )
 
     def _perform(self, action: Action) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 import torch
@@ -25,6 +26,7 @@ class Results:
     def __init__(self, endpoint: Endpoint, run: bytes, tag: str, times: RoundTimes) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run, tag, times
         self._kept: dict[int, Reduced] = {}
+        self._came = math.inf  # when the newest one did
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -38,8 +40,16 @@ class Results:
         """The result of one round, if it is kept."""
         return self._kept.get(revision)
 
+    def before(self, revision: int) -> tuple[frozenset[PeerId], float]:
+        """The members of the round before this one, and when its result came here on trio's clock, if it has."""
+        if (last := self._kept.get(revision - 1)) is None or self.newest >= revision:
+            return frozenset(), math.inf
+        return frozenset(last.plan.members), self._came
+
     def keep(self, reduced: Reduced) -> None:
         """Keeps a result, and drops the oldest one if there are too many."""
+        if reduced.plan.revision > self.newest:
+            self._came = trio.current_time()
         self._kept[reduced.plan.revision] = reduced
         for revision in sorted(self._kept)[: -self._times.keep]:
             del self._kept[revision]
