@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import trio
 
 from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
-from protocol.errors import RequestTimeout, RoundAborted, ShoalError
+from protocol.errors import RequestTimeout, RoundAborted
 from protocol.identity import PeerId
 from protocol.operation import Operation, Progress, checked_timeout
 from protocol.operations import AsyncCollective
@@ -71,7 +71,7 @@ class Handle(Generic[_T]):
     def _begin(self) -> None:
         try:
             self._operation = self._start()
-        except (ShoalError, ValueError) as error:
+        except Exception as error:  # it belongs to the caller, and must not end what others do with the collective
             self._finish(error)
         else:
             self._operation.when_done(self._done.set)

@@ -77,7 +77,7 @@ class Reduced(Outcome):
 
     mean: torch.Tensor
     """1-D, fp32, CPU: the weighted mean of the contributors' values; zeros if nobody's weight is above 0. Of a round
-    that gathers: all blocks one after the other, uint8."""
+    that gathers: all blocks one after the other, uint8. Change a copy of it: others may still get it from here."""
     contributors: tuple[PeerId, ...]
     """Members with a weight above 0, in ring order."""
     weight: float
@@ -89,7 +89,7 @@ class Reduced(Outcome):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The mean in the shapes of what was averaged: fp32 views of `mean`."""
+        """The mean in the shapes of what was averaged: fp32 views of `mean`, and not to be changed either."""
         return split(self.mean, self.shapes)
 
 

@@ -23,6 +23,7 @@ def flat(values: Tensors) -> torch.Tensor:
     """All values in one fp32 vector on the CPU. One that is so already is not copied.
 
     Raises:
+        TypeError: They are no tensors.
         ValueError: There are no values, or they are of another type than fp32, bf16 and fp16.
     """
     tensors = _listed(values)
@@ -41,7 +42,7 @@ def block_bytes(block: Block | None) -> torch.Tensor | None:
         return None
     if isinstance(block, torch.Tensor):
         return block.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    copy = bytearray(block)  # PyTorch does not take what it could not write to
+    copy = bytearray(memoryview(block))  # PyTorch does not take what it could not write to; a number is no block
     return torch.frombuffer(copy, dtype=torch.uint8) if copy else torch.empty(0, dtype=torch.uint8)
 
 
@@ -56,4 +57,8 @@ def blocks_of(gathered: Reduced) -> Mapping[PeerId, memoryview]:
 
 
 def _listed(values: Tensors) -> list[torch.Tensor]:
-    return [values] if isinstance(values, torch.Tensor) else list(values)
+    tensors = [values] if isinstance(values, torch.Tensor) else list(values)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"values are a tensor or a sequence of tensors, not of {type(tensor).__name__}")
+    return tensors

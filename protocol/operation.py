@@ -59,7 +59,7 @@ class Operation(Generic[_T]):
         self._scope = trio.CancelScope()
         self._cancelled = False
         self._results: list[_T] = []
-        self._error: ShoalError | ValueError | None = None
+        self._error: Exception | None = None
 
     @property
     def progress(self) -> Progress:
@@ -85,6 +85,7 @@ class Operation(Generic[_T]):
             RoundAborted: Nothing came of it, or it was cancelled.
             RequestTimeout: Its time was over.
             ShoalError: As the operation says.
+            Exception: Whatever is wrong with what the caller gave, such as a ValueError.
         """
         await self.done.wait()
         return self.result()
@@ -101,7 +102,7 @@ class Operation(Generic[_T]):
         try:
             with self._scope:
                 self._results.append(await self._work(self))
-        except (ShoalError, ValueError) as error:
+        except Exception as error:  # PyTorch's about what the caller gave, for example: it is nobody else's
             self._error = error
         finally:
             if self._error is None and not self._results:

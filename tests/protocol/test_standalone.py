@@ -95,6 +95,28 @@ def test_other_names_and_keys_do_not_meet():
                 peer.wait_for(2, timeout=0.5)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda peer: peer.all_reduce([1.0, 2.0]),
+        lambda peer: peer.all_reduce(torch.eye(2).to_sparse()),
+        lambda peer: peer.all_reduce(torch.ones(2), weight="1"),
+        lambda peer: peer.all_reduce(torch.ones(2, device="meta")),
+        lambda peer: peer.exchange(torch.tensor([float("nan")])),
+        lambda peer: peer.exchange(torch.ones(2), pairing="nobody"),
+        lambda peer: peer.gather("text"),
+        lambda peer: peer.broadcast(7),
+        lambda peer: peer.barrier(tag=None),
+        lambda peer: peer.barrier(group=[peer.peer_id, "somebody"]),
+    ],
+)
+def test_a_wrong_argument_is_an_error_of_that_call_alone(call):
+    with join_collective("a test") as peer:
+        with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError)):
+            call(peer)
+        assert peer.all_reduce(torch.ones(2)).mean.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("arguments", [{"listen": "nonsense"}, {"peers": ["nonsense"]}])
 def test_addresses_that_are_none(arguments):
     with pytest.raises(AddressError), join_collective("a test", **arguments):
