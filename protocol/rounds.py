@@ -378,7 +378,7 @@ class Rounds:
     async def _find_result(self, work: Work) -> Reduced:
         """Goes from one coordinator to the next until one of them finishes the round; the last resort is ourselves."""
         revision = work.offer.revision
-        redirects, failures = 0, 0
+        redirects, failures, problem = 0, 0, ""
         while failures <= len(self._roster.partners()) + 3:
             leadership = self._leadership(revision)
             leader = leadership.next_leader()
@@ -400,19 +400,19 @@ class Rounds:
                     leadership.lose(leader)
                 leadership.follow(target)
             except LeftOut as left_out:
-                failures += 1
+                failures, problem = failures + 1, str(left_out)
                 if not self._fixed:
                     await self._agreement.check(revision, leader, left_out.brought, work.started + self._times.window)
                 leadership.lose(leader)
-            except RoundAborted:
-                failures += 1
+            except RoundAborted as error:
+                failures, problem = failures + 1, str(error)
             except ShoalError as error:
-                failures += 1
+                failures, problem = failures + 1, f"{leader.short}: {error}"
                 leadership.lose(leader)
                 if isinstance(error, RequestTimeout):
                     self._roster.doubt(leader, trio.current_time() - begun)
             await trio.lowlevel.checkpoint()
-        raise RoundAborted(f"no coordinator could finish the round for revision {revision}")
+        raise RoundAborted(f"no coordinator could finish the round for revision {revision}; at last {problem}")
 
     async def _attend(self, leadership: Leadership, work: Work, leader: PeerId) -> Reduced | None:
         """One stay with one coordinator; None if we left it for another one."""
