@@ -234,6 +234,7 @@ class _Daemon:
             )
         self._keep_manifest(manifest)
         membership = self._make_membership(manifest, allowed, settings.algorithm.recipe())
+        founded = manifest.founder == self._identity.public_key
         node = make_node(
             pipeline,
             endpoint=self.endpoint,
@@ -244,11 +245,12 @@ class _Daemon:
             directory=self._home.checkpoints,
             device=config.device,
             serves=config.serve,
+            founds=founded,
         )
         tell_manifest(self.endpoint, manifest.run_id, manifest.dump())
         parameters = parameters_of(pipeline)
         await self._take_part(nursery, manifest, membership, parameters, task_status)
-        if manifest.founder == self._identity.public_key:
+        if founded:
             while len(membership.others) + 1 < config.wait_for:
                 await membership.changes()
         await membership.settled()

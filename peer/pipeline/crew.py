@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import attrs
 import trio
 
+from peer.pipeline.claims import is_credible
 from peer.pipeline.messages import Hello, Standing, Welcome
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
@@ -17,6 +18,9 @@ from protocol.stream import Stream
 
 RETRY = 0.5
 """Seconds until a member that did not hear us is told again."""
+
+MOST_GONE = 256
+"""Peers that were there, and are remembered."""
 
 
 class Members(Roster, Protocol):
@@ -48,9 +52,10 @@ class Crew:
         self._endpoint, self._run, self._mesh = endpoint, run_id, mesh
         self._stages, self._last = stages, last
         self.own = standing
-        self._others: dict[PeerId, Standing] = {}
-        self.furthest = 0
-        """The last step that anybody has been at, as far as we know."""
+        self._claims: dict[PeerId, Standing] = {}  # what they say
+        self._others: dict[PeerId, Standing] = {}  # the last of it that can be
+        self._gone: dict[PeerId, Standing] = {}  # of those that are not there any more
+        self._reached = 0
         self._announced = trio.Event()
         self._heard_by: dict[PeerId, int] = {}  # which of our standings they have
         self.changed = trio.Event()
@@ -60,6 +65,34 @@ class Crew:
     def peer(self) -> PeerId:
         """Who we are."""
         return self._endpoint.peer_id
+
+    @property
+    def furthest(self) -> int:
+        """The last step that anybody has been at, as far as we know."""
+        for step in (max(self._reached, self.own.step), self._reached):
+            if self.is_credible(self.peer, step):
+                return step
+        return max(each.step for each in self._others.values())
+
+    @property
+    def has_met(self) -> bool:
+        """Whether anybody else has ever told us its standing."""
+        return bool(self._others or self._gone)
+
+    @property
+    def is_stuck_alone(self) -> bool:
+        """Whether nobody else is there, and we cannot go on without."""
+        return len(self._mesh.members) == 1 and not all(self.servers(stage) for stage in range(self._stages))
+
+    def is_credible(self, peer: PeerId, step: int) -> bool:
+        """Whether a peer may be at a step, by what all others say."""
+        said = {self.peer: self.own, **self._claims}
+        return is_credible(step, [each for other, each in said.items() if other != peer])
+
+    def lags(self, step: int) -> bool:
+        """Whether a server that is there, or has gone without a word, is not at a step yet."""
+        gone = [each for each in self._gone.values() if not each.leaving]
+        return any(each.stage is not None and each.step < step for each in [*self.standings.values(), *gone])
 
     @property
     def standings(self) -> dict[PeerId, Standing]:
@@ -87,7 +120,9 @@ class Crew:
         changed = attrs.evolve(self.own, **changes)
         if changed != self.own:
             self.own = attrs.evolve(changed, number=self.own.number + 1)
-            self.furthest = max(self.furthest, changed.step)
+            if changed.ready:
+                self._reached = max(self._reached, changed.step)
+            self._review()
             self._announced.set()
             self._announced = trio.Event()
             self.notify()
@@ -119,8 +154,13 @@ class Crew:
                     for peer in members - told:
                         nursery.start_soon(self._tell, peer, told)
                     told |= members
+                    for peer in self._claims.keys() - members:
+                        del self._claims[peer]
                     for peer in self._others.keys() - members:
-                        del self._others[peer]
+                        self._gone[peer] = self._others.pop(peer)
+                    while len(self._gone) > MOST_GONE:
+                        del self._gone[next(iter(self._gone))]
+                    self._review()
                     for peer in self._heard_by.keys() - members:  # it forgets ours, too, and may be back in a moment
                         del self._heard_by[peer]
                     self.notify()
@@ -159,12 +199,20 @@ class Crew:
         return max(stages, default=0) < self._stages and (not self._last or standing.step <= self._last)
 
     def _hear(self, peer: PeerId, standing: Standing) -> None:
-        known = self._others.get(peer)
+        known = self._claims.get(peer)
         new = self._mesh.knows(peer) and (known is None or known.number < standing.number)
         if new and self._can_be(standing):
-            self._others[peer] = standing
-            self.furthest = max(self.furthest, standing.step)
+            self._claims[peer] = standing
+            self._review()
             self.notify()
+
+    def _review(self) -> None:
+        """Believes what has been said as far as it can be. Until then, what a peer said before holds."""
+        for peer, claim in self._claims.items():
+            if self.is_credible(peer, claim.step):
+                self._others[peer] = claim
+                self._gone.pop(peer, None)
+                self._reached = max(self._reached, claim.step)
 
 
 class StageRoster:

@@ -26,14 +26,16 @@ from peer.pipeline.audit import ledgers_told
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
+from peer.pipeline.ending import forlorn, linger
 from peer.pipeline.messages import Standing, stage_run
 from peer.pipeline.service import StageService
-from peer.pipeline.settling import Behind, Plan, StageSteps
+from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps
 from peer.pipeline.states import States
 from protocol.channels import ChannelSettings
 from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
+from protocol.errors import ShoalError
 from protocol.identity import PeerId
 from protocol.operations import AsyncCollective
 
@@ -48,9 +50,6 @@ RETRY = 0.5
 
 EMPTY = 3.0
 """Seconds for which a stage must have been without any server before somebody leaves its own stage for it at once."""
-
-LOST = 5.0
-"""Seconds for which another stage must have been ahead before a stage that nobody knows more about follows it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -109,6 +108,8 @@ class PipelineNode:
         save: Keeps a stage's state, now and then and at the end; called by way of `compute`.
         saved: What it has kept last of a stage, in an earlier life; called in the same way.
         device: Where the stage is.
+        founds: Whether others come to us, so that we wait for them for ever.
+        refusal: Why a peer has not taken us for a member, if one has said so.
     """
 
     pipeline: Pipeline
@@ -125,6 +126,8 @@ class PipelineNode:
     save: Callable[[int, StageState], None] = lambda stage, state: None
     saved: Callable[[int], StageState | None] = lambda stage: None
     device: str = "cpu"
+    founds: bool = False
+    refusal: Callable[[], ShoalError | None] = lambda: None
     crew: Crew = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
@@ -167,11 +170,19 @@ class PipelineNode:
         )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves and trains until the last step is made, or until cancelled."""
+        """Serves and trains until the last step is made, or until cancelled.
+
+        Raises:
+            RequestRefused: No member takes us in.
+            PeerUnreachable: Nobody else has been there for a while, and we cannot go on without.
+        """
+        reasons: list[ShoalError] = []
         async with trio.open_nursery() as nursery:
             await nursery.start(self.crew.run)
             nursery.start_soon(self._copies.run)
             task_status.started()
+            if not self.founds:
+                nursery.start_soon(self._watch_for_solitude, reasons, nursery.cancel_scope)
             if self.trains:
                 nursery.start_soon(self._train)
             if self.serves:
@@ -179,6 +190,12 @@ class PipelineNode:
             else:
                 await self.crew.until(self._is_over)
             nursery.cancel_scope.cancel()
+        if reasons:
+            raise reasons[0]
+
+    async def _watch_for_solitude(self, reasons: list[ShoalError], scope: trio.CancelScope) -> None:
+        reasons.append(await forlorn(self.crew, self.refusal))
+        scope.cancel()
 
     # As a trainer.
 
@@ -347,9 +364,11 @@ class PipelineNode:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_emptiness, urgent, nursery.cancel_scope)
             while not self.pipeline.steps or server.step < self.pipeline.steps:
-                if not await self._one_step(number, server, steps):
+                problem = await self._one_step(number, server, steps)
+                if problem is not None:
                     self.crew.announce(ready=False)
-                    state = await self._find_state(server.stage, number, await service.snapshot())
+                    old, lost = await service.snapshot(), isinstance(problem, Lost)
+                    state = await self._find_state(server.stage, number, old, lost=lost)
                     if state is None:
                         return None
                     await service.restore(state)
@@ -364,24 +383,24 @@ class PipelineNode:
                     await self._save(number, service)
             if server.step % self.pipeline.save_every:
                 await self._save(number, service)
-            await self._see_off(server.step)
+            await linger(self.crew, server.step, lambda: service.served)
             nursery.cancel_scope.cancel()
         return urgent[0] if urgent else None
 
-    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> bool:
-        """Makes a step. False if it is made already, by others of our stage, or is lost with them."""
-        lost: list[int] = []
-        behind = False
+    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> Behind | Lost | None:
+        """Makes a step. Or says why not: it is made already, by others of our stage, or is lost with them."""
+        problems: list[Behind | Lost] = []
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_for_loss, number, server, lost, nursery.cancel_scope)
+                nursery.start_soon(self._watch_for_loss, number, server, problems, nursery.cancel_scope)
                 await steps.step()
                 nursery.cancel_scope.cancel()
-        except* Behind:
-            behind = True
+        except* (Behind, Lost) as group:
+            problems += [each for each in group.exceptions if isinstance(each, (Behind, Lost))]
+        lost = [each for each in problems if isinstance(each, Lost)]
         if lost:
-            self.events.emit("stage_lost", stage=number, step=lost[0])
-        return not (lost or behind)
+            self.events.emit("stage_lost", stage=number, step=self.crew.furthest)
+        return next(iter([*lost, *problems]), None)
 
     async def _save(self, number: int, service: StageService) -> None:
         try:
@@ -455,36 +474,36 @@ class PipelineNode:
                 return
 
     async def _watch_for_loss(
-        self, number: int, server: StageServer, found: list[int], scope: trio.CancelScope
+        self, number: int, server: StageServer, problems: list[Behind | Lost], scope: trio.CancelScope
     ) -> None:
-        """Ends the block if other stages are ahead of ours and nobody of ours knows how: the step is lost for us."""
+        """Ends the block if other stages are ahead of ours and nobody of ours knows how: the step is lost for us.
 
-        def lost() -> int | None:
-            ours = self.crew.servers(number).values()
+        So it is if we have gone on among ourselves, and are where nobody is of all whom we have met again.
+        """
+        crew = self.crew
+
+        def is_lost() -> bool:
+            if not crew.is_credible(crew.peer, server.step):
+                return True
+            ours = crew.servers(number).values()
             if server.phase == "settled" or any(each.settled or each.step > server.step for each in ours):
-                return None
-            ahead = max((each.step for each in self._ready().values()), default=0)
-            return ahead if ahead > server.step else None
+                return False
+            return any(each.step > server.step for each in self._ready().values())
 
         while True:
-            await self.crew.until(lambda: lost() is not None)
+            await crew.until(is_lost)
             await trio.sleep(LOST)
-            if (step := lost()) is not None:
-                found.append(step)
+            if is_lost():
+                problems.append(Lost())
                 scope.cancel()
                 return
 
-    async def _see_off(self, step: int) -> None:
-        """Stays until the other stages have made the last step, too: they need to know that ours has settled."""
-        with trio.move_on_after(30.0):
-            await self.crew.until(
-                lambda: all(each.step >= step for each in self.crew.standings.values() if each.stage is not None)
-            )
-
-    async def _find_state(self, stage: Stage, number: int, old: StageState | None = None) -> StageState | None:
+    async def _find_state(
+        self, stage: Stage, number: int, old: StageState | None = None, *, lost: bool = False
+    ) -> StageState | None:
         """The state of a stage that we are to serve; None if the run is over meanwhile."""
         began, received = trio.current_time(), self.endpoint.bytes_received
-        state = await self._states.find(stage, number, over=self._is_over, old=old)
+        state = await self._states.find(stage, number, over=self._is_over, old=old, lost=lost)
         if state is not None:
             self.events.emit(
                 "stage_synced",

@@ -113,6 +113,7 @@ def make_node(
     directory: Path,
     device: str,
     serves: bool,
+    founds: bool,
 ) -> PipelineNode:
     """A peer of a run, which goes on with what it has saved."""
     files = StageFiles(directory)
@@ -129,6 +130,8 @@ def make_node(
         save=files.save,
         device=device,
         serves=serves,
+        founds=founds,
+        refusal=lambda: membership.refusal,
     )
 
 

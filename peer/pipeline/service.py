@@ -84,6 +84,8 @@ class StageService:
         self.server = server
         self.rate = 0.0
         """Samples per second, forwards and backwards, as measured."""
+        self.served = -math.inf
+        """When a state was last sent."""
         self._endpoint, self._run, self._admits = endpoint, run_id, admits
         self._compute, self._courtesy, self._changed = compute, courtesy, changed
         self._began, self._begun = began, set[tuple[str, int]]()
@@ -215,6 +217,7 @@ class StageService:
         state = await self.snapshot()
         data = await self._compute(partial(dump, state))
         await send_tensors(stream, state.step, data, self._courtesy)
+        self.served = trio.current_time()
 
     async def _on_tied(self, request: FetchTied, stream: Stream) -> None:
         self._check(stream)

@@ -5,6 +5,7 @@ A server whose stage is ahead of it fetches the stage's state, and goes on from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -55,8 +56,16 @@ class _Word:
     ledger: Ledger
 
 
+LOST = 5.0
+"""Seconds for which nobody must have had what we need of a step that others have made, before it is lost for us."""
+
+
 class Behind(Exception):
     """Our stage has gone on without us."""
+
+
+class Lost(Exception):
+    """Others have made a step that we cannot make any more: what it takes is gone with those who had it."""
 
 
 class StageSteps:
@@ -110,6 +119,7 @@ class StageSteps:
 
         Raises:
             Behind: Our stage has made it without us.
+            Lost: Other stages have made it, and we cannot.
         """
         while self._server.phase != "settled":
             await self._crew.until(self._is_complete)
@@ -178,7 +188,7 @@ class StageSteps:
         """
         gathered = await self._collective.gather(_pack(word), tag="ledger")
         words = {peer: heard for peer, block in gathered.blocks.items() if (heard := _unpack(block)) is not None}
-        if any(heard.step > word.step for heard in words.values()):
+        if any(heard.step > word.step and self._crew.is_credible(peer, heard.step) for peer, heard in words.items()):
             raise Behind
         here = {peer: heard for peer, heard in words.items() if heard.step == word.step}
         attempt = max((heard.attempt for heard in here.values()), default=word.attempt) + 1
@@ -213,7 +223,12 @@ class StageSteps:
         return [stage for stage in (0, self._plan.stages - 1) if stage != self._stage]
 
     async def _fetch_tied(self, stage: int) -> dict[str, torch.Tensor]:
+        """Another stage's part of the gradients of what we share, from one of its servers.
+
+        If all that had it are gone, the stage does the step again, unless some stage has made it: then it cannot.
+        """
         request = FetchTied(stage_run(self._plan.run_id, stage), self._server.step)
+        hopeless = math.inf
         while True:
             changed = self._crew.changed
             for peer in self._crew.servers(stage):
@@ -222,6 +237,14 @@ class StageSteps:
                     return load_tensors(data)
                 except ShoalError:
                     continue
+            if any(each.step > self._server.step for each in self._crew.servers(self._stage).values()):
+                raise Behind
+            if self._crew.furthest <= self._server.step:
+                hopeless = math.inf
+            elif trio.current_time() >= hopeless:
+                raise Lost
+            else:
+                hopeless = min(hopeless, trio.current_time() + LOST)
             with trio.move_on_after(RETRY):
                 await changed.wait()
 

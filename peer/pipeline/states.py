@@ -79,7 +79,13 @@ class States:
         return stage.to(self._device)
 
     async def find(
-        self, stage: Stage, number: int, *, over: Callable[[], bool], old: StageState | None = None
+        self,
+        stage: Stage,
+        number: int,
+        *,
+        over: Callable[[], bool],
+        old: StageState | None = None,
+        lost: bool = False,
     ) -> StageState | None:
         """The state of a stage: from another server, from a copy, or the first one.
 
@@ -88,6 +94,9 @@ class States:
             number: Its number.
             over: Whether there is no use in looking any longer.
             old: One that is better than nothing if no other peer has any.
+            lost: Whether that leads nowhere, as other stages are at a later step. Then others of the stage that are no
+                further are of no help, and have to find that out before anybody goes on from an old state: each
+                would otherwise take it from another one, for ever.
 
         Returns:
             None if it is over before one was found.
@@ -96,7 +105,7 @@ class States:
         while True:
             changed = self._crew.changed
             patient = old is not None and trio.current_time() < began + LOST
-            state = await self._look(number, stage, old, patient=patient)
+            state = await self._look(number, stage, old, patient=patient, lost=lost)
             if state is not None or (over() and not self._others(number)):
                 return state
             with trio.move_on_after(RETRY):
@@ -117,16 +126,24 @@ class States:
                 return _with_tied(revived, names, state, self._tied[other]) if state.step == revived.step else None
         return revived if number == min(self._tied) else None  # the others follow the first, if all are lost
 
-    async def _look(self, number: int, stage: Stage, old: StageState | None, *, patient: bool) -> StageState | None:
-        newest = max((self._crew.standings[peer].step for peer in self._others(number)), default=-1)
-        if newest >= (0 if old is None else old.step):
-            return await self._fetch(number)
-        if not self._crew.furthest and old is None:  # nobody has made a step yet
+    async def _look(
+        self, number: int, stage: Stage, old: StageState | None, *, patient: bool, lost: bool
+    ) -> StageState | None:
+        crew, others = self._crew, self._others(number)
+        # A step that nobody else is near to is one of a history that the others do not share.
+        least = old.step + lost if old is not None and crew.is_credible(crew.peer, old.step) else 0
+        if any(crew.standings[peer].step >= least for peer in others):
+            return await self._fetch(number, least)
+        if not crew.furthest and old is None:  # nobody has made a step yet
             return StageState(0, stage.state(), {})
-        if patient or not self._is_next(number):
+        if patient or (lost and others) or not self._is_next(number):
             return None
         found = [state for state in (old, await self._copies.find(number)) if state is not None]
-        return await self._revive(number, max(found, key=lambda state: state.step)) if found else None
+        if not found:
+            return None
+        return await self._revive(
+            number, max(found, key=lambda state: (crew.is_credible(crew.peer, state.step), state.step))
+        )
 
     def _others(self, number: int) -> list[PeerId]:
         return [peer for peer in self._crew.servers(number) if peer != self._crew.peer]
@@ -136,12 +153,14 @@ class States:
         there = {peer: each.step for peer, each in self._crew.standings.items() if each.stage == number}
         return self._crew.peer == min(there, key=lambda peer: (-there[peer], peer))
 
-    async def _fetch(self, number: int) -> StageState | None:
-        """From a server of the stage, if one has it and sends it."""
-        others = self._others(number)
+    async def _fetch(self, number: int, least: int = 0) -> StageState | None:
+        """From a server of the stage that is at least at a step, if one has it and sends it: the furthest first."""
+        steps = {peer: self._crew.standings[peer].step for peer in self._others(number)}
+        others = [peer for peer, step in steps.items() if step >= least]
         self._rng.shuffle(others)
-        for peer in others:
-            if (state := await self._fetch_from(peer, number)) is not None:
+        for peer in sorted(others, key=lambda peer: -steps[peer]):
+            state = await self._fetch_from(peer, number)
+            if state is not None and state.step >= least:
                 return state
         return None
 

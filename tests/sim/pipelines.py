@@ -16,6 +16,7 @@ from peer.events import EventLog
 from peer.pipeline.node import Pipeline, PipelineNode
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
+from protocol.errors import ShoalError
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.mesh import Mesh
@@ -73,6 +74,7 @@ class Peer:
         self.scope = trio.CancelScope()
         self.alive = True
         self.saved = None
+        self.problem = None
         self.on_compute = None
 
     async def compute(self, function, *arguments):
@@ -93,7 +95,10 @@ class Peer:
                 await nursery.start(self.endpoint.run, Address(self.host, 7070))
                 await nursery.start(self.mesh.run)
                 await self.mesh.wait_for(min(self.swarm.founders, 2 if self.number >= self.swarm.founders else 99))
-                await self.node.run()
+                try:
+                    await self.node.run()
+                except ShoalError as problem:
+                    self.problem = problem
                 nursery.cancel_scope.cancel()
 
     def of(self, kind):
