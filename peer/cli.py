@@ -403,6 +403,7 @@ def _run_node(
     """Runs a daemon until it ends; exits with its code unless it is done."""
     from peer.console import Console
     from peer.events import EventLog
+    from peer.farewell import Farewell
     from peer.foreground import ended_by_sigterm, run_in_foreground
     from peer.home import write_atomically
     from peer.manifest import kept_manifest
@@ -424,6 +425,7 @@ def _run_node(
         # Only now, when all that a user may have got wrong is checked: this imports torch.
         from peer.daemon import DaemonConfig, run_daemon
 
+        farewell = Farewell()
         config = DaemonConfig(
             home=home,
             listen=node.listen,
@@ -444,6 +446,7 @@ def _run_node(
             wait_for=wait_for,
             linger=node.linger,
             serve=node.serve,
+            farewell=farewell,
         )
         status_file = StatusFile(home.status, events, str(home.identity.peer_id))
         console = Console(lambda: status_file.status, live=sys.stderr.isatty(), quiet=node.quiet)
@@ -456,7 +459,7 @@ def _run_node(
             console.go_live()
 
         with console:
-            code = run_in_foreground(functools.partial(run_daemon, config), status_file, on_ready)
+            code = run_in_foreground(functools.partial(run_daemon, config), status_file, on_ready, farewell)
     if code:
         raise typer.Exit(code)
 

@@ -25,6 +25,7 @@ from peer.contact import Contact
 from peer.data import STDLIB, Corpus
 from peer.events import EventLog
 from peer.failure import first_cause
+from peer.farewell import Farewell
 from peer.finding import find_manifest, tell_manifest
 from peer.history import Rules
 from peer.home import Home, HomeError, write_atomically
@@ -32,6 +33,7 @@ from peer.keys import RunKeys
 from peer.manifest import Manifest, kept_manifest
 from peer.membership import NEAR, Membership
 from peer.node import Compute, Node, in_worker_thread
+from peer.pipeline.ending import HANDOVER
 from peer.pipeline.run import make_node, make_pipeline, memory_of, parameters_of
 from peer.probe import Prober
 from peer.reach import (
@@ -110,6 +112,8 @@ class DaemonConfig:
     ticket: Ticket | None = None
     serve: bool = True
     """Whether to serve a stage, in a run whose model is cut into stages."""
+    farewell: Farewell = attrs.field(factory=Farewell)
+    """How it is asked to leave before it is cancelled."""
     wait_for: int = 1
     """Peers, this one included, that a founder waits for at the very beginning: until they have the first state."""
     linger: float = 0.0
@@ -148,7 +152,7 @@ async def run_daemon(
         async with trio.open_nursery() as nursery:
             await daemon.run(nursery, task_status)
             nursery.cancel_scope.cancel()
-        reason = "finished"
+        reason = "cancelled" if config.farewell.asked.is_set() else "finished"
     except BaseException as error:
         cause = _explained(first_cause(error))
         if cause is error or isinstance(cause, trio.Cancelled):
@@ -246,6 +250,7 @@ class _Daemon:
             device=config.device,
             serves=config.serve,
             founds=founded,
+            asked=config.farewell.asked,
         )
         tell_manifest(self.endpoint, manifest.run_id, manifest.dump())
         parameters = parameters_of(pipeline)
@@ -254,8 +259,11 @@ class _Daemon:
             while len(membership.others) + 1 < config.wait_for:
                 await membership.changes()
         await membership.settled()
+        config.farewell.patience = HANDOVER
         await node.run()
-        await trio.sleep(config.linger)
+        config.farewell.patience = 0.0
+        if not config.farewell.asked.is_set():
+            await trio.sleep(config.linger)
 
     async def _take_part(
         self,

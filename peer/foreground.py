@@ -1,7 +1,8 @@
 """Runs a daemon in the foreground of a terminal or of a service manager, until it is done or asked to leave.
 
-The first SIGINT (Ctrl-C) or SIGTERM cancels the daemon, which says goodbye to its peers. Should that take longer than
-two seconds, or should a second signal come, the process ends at once; a home survives that at any moment.
+The first SIGINT (Ctrl-C) or SIGTERM cancels the daemon, which says goodbye to its peers; one that others need may go
+on for some seconds before. Should it then take longer than two seconds, or should a second signal come, the process
+ends at once; a home survives that at any moment.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import attrs
 import trio
 
 from peer.failure import first_cause
+from peer.farewell import Farewell
 
 if TYPE_CHECKING:
     from peer.status import StatusFile
@@ -47,13 +49,16 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def run_in_foreground(daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T], None]) -> int:
+def run_in_foreground(
+    daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T], None], farewell: Farewell | None = None
+) -> int:
     """Runs `daemon` to its end and keeps its status file.
 
     Args:
         daemon: What to run.
         status: The status file, written while the daemon runs and once after it.
         on_ready: Called with what the daemon reports: its ticket when it can be joined.
+        farewell: How it is asked to leave before it is cancelled.
 
     Returns:
         The exit code: 0 when the run is over or after SIGTERM, 130 after SIGINT.
@@ -62,14 +67,14 @@ def run_in_foreground(daemon: Daemon[_T], status: StatusFile, on_ready: Callable
         ShoalError: What ended the daemon.
     """
     try:
-        return trio.run(_attend, daemon, status, on_ready)
+        return trio.run(_attend, daemon, status, on_ready, farewell or Farewell())
     except BaseExceptionGroup as group:
         # Nurseries wrap what their tasks raise; people want the one cause that was raised on purpose.
         raise first_cause(group) from group
 
 
-async def _attend(daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T], None]) -> int:
-    departure = _Departure()
+async def _attend(daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T], None], farewell: Farewell) -> int:
+    departure = _Departure(farewell)
     try:
         async with trio.open_nursery() as helpers:
             helpers.start_soon(status.run)
@@ -86,13 +91,14 @@ async def _attend(daemon: Daemon[_T], status: StatusFile, on_ready: Callable[[_T
 class _Departure:
     """The way out after a signal."""
 
+    farewell: Farewell
     exit_code: int = 0
     _deadline: threading.Timer | None = None
 
     async def watch(
         self, scope: trio.CancelScope, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Cancels `scope` at the first signal, and leaves the second one to the system, which kills."""
+        """Cancels `scope` after the first signal, and leaves the second one to the system, which kills."""
         with trio.open_signal_receiver(*EXIT_CODES) as signals:
             task_status.started()
             async for number in signals:
@@ -100,9 +106,11 @@ class _Departure:
                 for each in EXIT_CODES:
                     signal.signal(each, signal.SIG_DFL)
                 # A thread, because the event loop may be what hangs.
-                self._deadline = threading.Timer(LEAVE_WITHIN, os._exit, [self.exit_code])
+                self._deadline = threading.Timer(self.farewell.patience + LEAVE_WITHIN, os._exit, [self.exit_code])
                 self._deadline.daemon = True
                 self._deadline.start()
+                self.farewell.asked.set()
+                await trio.sleep(self.farewell.patience)
                 scope.cancel()
 
     def arrived(self) -> None:

@@ -85,7 +85,8 @@ class Transformer(nn.Module):
         """The model as links for `optim.swarm`: the embedding, each block, the output."""
         tables = ("cosines", "sines")
         blocks = [Link((f"blocks.{index}", *tables), partial(_block, index)) for index in range(len(self.blocks))]
-        return Chain(self, (Link(("embedding",), _embed), *blocks, Link(("norm", "embedding"), _head)), sample_losses)
+        links = (Link(("embedding",), _embed), *blocks, Link(("norm", "embedding"), _head))
+        return Chain(self, links, sample_losses, VOCABULARY)
 
 
 class Block(nn.Module):

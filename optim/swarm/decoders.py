@@ -41,7 +41,7 @@ def decoder(model: PreTrainedModel) -> Chain:
         raise SettingsError(
             "models with windows of attention cannot be cut into stages", hint="set sliding_window=None"
         )
-    return Chain(model, make(config), sample_losses)
+    return Chain(model, make(config), sample_losses, config.vocab_size)
 
 
 def _llama(config: Any) -> tuple[Link, ...]:  # noqa: ANN401 - a configuration of any of the families

@@ -24,7 +24,7 @@ from optim.swarm.ledger import Ledger
 from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
 from optim.swarm.payloads import Encoding, Packer, Payload
 from optim.swarm.stages import Stage
-from optim.swarm.state import StageState, inner_state, restore_inner
+from optim.swarm.state import Form, StageState, inner_kinds, inner_state, restore_inner
 from protocol.codecs import NotFinite
 from protocol.errors import ProtocolError, RequestRefused
 
@@ -92,6 +92,8 @@ class StageServer:
         self._flat, self._packer = FlatParameters(stage.model), Packer()
         self._parameters = [parameter for _, parameter in self._flat.parameters()]
         self._sum = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._parameters]
+        self.form, self.kinds = Form.of(stage), inner_kinds(optimizer, self._parameters)
+        """What a state looks like, see `Form`."""
         self._ledger: dict[int, int] = {}
         self._working: Batch | None = None
         self._mean: torch.Tensor | None = None
@@ -233,7 +235,7 @@ class StageServer:
         for name, first in self.stage.tied.items():
             if name in named:
                 parts = [gradients[first] for _, gradients in sorted((tied or {}).items()) if first in gradients]
-                named[name].copy_(torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[-1])
+                named[name].copy_(sum(parts[1:], parts[0]))
         self._flat.write_gradient(mean)
         self.optimizer.step()
         self._mean, self.phase, self.attempt = None, "open", 0
@@ -353,6 +355,9 @@ class StageServer:
         if not tensors:
             return None
         joined, like = torch.cat(tensors) if len(tensors) > 1 else tensors[0], self._parameters[0]
+        most = self.stage.vocabulary
+        if most is not None and not joined.is_floating_point() and not bool(((joined >= 0) & (joined < most)).all()):
+            raise ProtocolError(f"tokens that are not among the {most} of the model")  # a CUDA device would not survive
         return joined.to(like if joined.is_floating_point() else like.device)
 
     def _split(self, values: torch.Tensor | None, requests: tuple[Request, ...]) -> list[Payload | None]:

@@ -44,6 +44,8 @@ class Chain:
     model: nn.Module
     links: tuple[Link, ...]
     loss: Loss
+    vocabulary: int | None = None
+    """How many tokens there are: inputs and targets that are tokens lie below. None: anything goes."""
 
     def weight(self, link: Link) -> int:
         """How many parameters a link uses."""
@@ -102,6 +104,7 @@ class Stage(nn.Module):
         self.model = copy.deepcopy(parts)
         self._runs = tuple(link.run for link in mine)
         self._loss = chain.loss if links.stop == len(chain.links) else None
+        self.vocabulary = chain.vocabulary
 
     @property
     def is_last(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
 from torch import nn
 
-from optim.swarm.stages import assemble
-from protocol.errors import SettingsError
+from optim.swarm.stages import Stage, assemble
+from protocol.errors import ProtocolError, SettingsError
+
+OVERHEAD = 1 << 10
+"""Bytes that a tensor's name and place may take in a state, at most."""
 
 
 @attrs.frozen(eq=False)
@@ -25,6 +28,70 @@ class StageState:
     """The stage's mean gradient, flat, if it has settled the step already."""
     tied: Mapping[int, Mapping[str, torch.Tensor]] = attrs.field(factory=dict)
     """The stage's gradients of what other stages use as well, of the last steps: for those that are still there."""
+
+
+@attrs.frozen(eq=False)
+class Form:
+    """What the state of a stage looks like: what others send has to."""
+
+    model: Mapping[str, tuple[torch.Size, torch.dtype]]
+    parameters: Mapping[str, torch.Size]
+    tied: Mapping[str, str]
+    """As `Stage.tied`."""
+
+    @classmethod
+    def of(cls, stage: Stage) -> Form:
+        """That of a stage."""
+        state, named = stage.model.state_dict(), dict(stage.model.named_parameters())
+        model = {name: (values.shape, values.dtype) for name, values in state.items()}
+        return cls(model, {name: values.shape for name, values in named.items()}, stage.tied)
+
+    @property
+    def most(self) -> int:
+        """Bytes of a state, at most: with four tensors per parameter of the optimizer, the mean, and what is tied."""
+        elements = sum(shape.numel() for shape in self.parameters.values())
+        own = sum(shape.numel() * dtype.itemsize for shape, dtype in self.model.values())
+        return own + 4 * 7 * elements + OVERHEAD * 16 * (len(self.model) + 1)
+
+    def check(self, state: StageState, kinds: Mapping[str, bool]) -> None:
+        """Refuses a state that is not one of this stage.
+
+        Args:
+            state: Of somebody else.
+            kinds: See `inner_kinds`.
+
+        Raises:
+            ProtocolError: Names, shapes or types are others, or something is missing.
+        """
+        found = {name: (values.shape, values.dtype) for name, values in state.model.items()}
+        if found != dict(self.model):
+            wrong = sorted(name for name in found.keys() | self.model.keys() if found.get(name) != self.model.get(name))
+            raise ProtocolError(f"a stage's state with another {wrong[0][:80]}, or without it")
+        for kind, named in state.inner.items():
+            for name, values in named.items():
+                shape = self.parameters.get(name)
+                if kind not in kinds or shape is None or values.shape != (shape if kinds[kind] else ()):
+                    raise ProtocolError(f"a stage's state with a strange {kind[:80]} of {name[:80]}")
+                if not values.is_floating_point():
+                    raise ProtocolError(f"a stage's state whose {kind[:80]} has no numbers with fractions")
+        named_by = [state.inner.get(kind, {}).keys() for kind in kinds]
+        if any(names != named_by[0] for names in named_by):
+            raise ProtocolError("a stage's state with a part of what the optimizer remembers")
+        length = sum(shape.numel() for shape in self.parameters.values())
+        if state.mean is not None and (state.mean.shape, state.mean.dtype) != ((length,), torch.float32):
+            raise ProtocolError("a stage's state whose mean gradient has another length")
+        for gradients in state.tied.values():
+            self.check_tied(gradients)
+
+    def check_tied(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Refuses gradients that are not those of what this stage shares with others.
+
+        Raises:
+            ProtocolError: Names, shapes or types are others, or something is missing.
+        """
+        found = {first: (values.shape, values.dtype) for first, values in gradients.items()}
+        if found != {first: (self.parameters[name], torch.float32) for name, first in self.tied.items()}:
+            raise ProtocolError("gradients of something else than what stages share")
 
 
 def whole_state(states: Iterable[StageState]) -> StageState:
@@ -51,6 +118,20 @@ def inner_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         for kind, value in optimizer.state.get(parameter, {}).items():
             found.setdefault(kind, {})[name] = torch.as_tensor(value).detach().clone()
     return found
+
+
+def inner_kinds(optimizer: torch.optim.Optimizer, like: Sequence[nn.Parameter]) -> dict[str, bool]:
+    """What an optimizer remembers of each parameter, and whether that has the parameter's shape, or is a number.
+
+    Found out with a parameter that it has for a moment, while the others have no gradients.
+    """
+    tried = nn.Parameter(torch.ones(2, dtype=like[0].dtype, device=like[0].device))
+    tried.grad = torch.zeros_like(tried)
+    optimizer.add_param_group({"params": [tried]})
+    optimizer.step()
+    optimizer.param_groups.pop()
+    remembered: Mapping[str, object] = optimizer.state.pop(tried, {})
+    return {kind: torch.as_tensor(value).ndim > 0 for kind, value in remembered.items()}
 
 
 def restore_inner(

@@ -6,10 +6,11 @@ The first server of each stage keeps a copy of the next stage's state, and renew
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 
 import trio
 
-from optim.swarm.state import StageState
+from optim.swarm.state import Form, StageState
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import FetchState, stage_run
 from peer.pipeline.service import send_tensors
@@ -18,15 +19,33 @@ from peer.pipeline.transfer import fetch_tensors
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
+from protocol.identity import PeerId
 from protocol.stream import Stream
 
 
 class Copies:
-    """The copies that this peer keeps. `run` must run."""
+    """The copies that this peer keeps. `run` must run.
 
-    def __init__(self, endpoint: Endpoint, run_id: bytes, stages: int, crew: Crew, courtesy: Courtesy) -> None:
+    Args:
+        endpoint: Carries everything.
+        run_id: 32 bytes.
+        stages: How many the model has.
+        crew: Who does what.
+        courtesy: Lets operations go before states that are sent.
+        forms: What the state of a stage looks like.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: bytes,
+        stages: int,
+        crew: Crew,
+        courtesy: Courtesy,
+        forms: Callable[[int], Form],
+    ) -> None:
         self._endpoint, self._run, self._stages, self._crew = endpoint, run_id, stages, crew
-        self._courtesy = courtesy
+        self._courtesy, self._forms = courtesy, forms
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._handlers: dict[int, contextlib.ExitStack] = {}
         self._wanted: int | None = None
@@ -51,22 +70,31 @@ class Copies:
             for stage in list(self._kept):
                 self.forget(stage)
 
-    async def find(self, stage: int) -> StageState | None:
-        """A copy of a stage's state, ours or somebody else's; None if nobody has one."""
-        if stage in self._kept:
-            step, data = self._kept[stage]
-            return load(data, step)
+    async def find(self, stage: int, kinds: Mapping[str, bool]) -> StageState | None:
+        """A copy of a stage's state, ours or somebody else's; None if nobody has one that is any good.
+
+        Args:
+            stage: Its number.
+            kinds: What optimizers remember, see `inner_kinds`.
+        """
         for peer, standing in self._crew.standings.items():
-            if stage in standing.copies and peer != self._crew.peer:
+            if stage in standing.copies:
                 with contextlib.suppress(ShoalError):
-                    step, data = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, stage)))
-                    return load(data, step)
+                    own = self._kept.get(stage) if peer == self._crew.peer else None
+                    step, data = own or await self._fetch_from(peer, stage)
+                    state = load(data, step)
+                    self._forms(stage).check(state, kinds)
+                    return state
         return None
+
+    async def _fetch_from(self, peer: PeerId, stage: int) -> tuple[int, bytes]:
+        request = FetchState(stage_run(self._run, stage))
+        return await fetch_tensors(self._endpoint, peer, request, most=self._forms(stage).most)
 
     async def _fetch(self, stage: int) -> None:
         for peer in self._crew.servers(stage):
             with contextlib.suppress(ShoalError):
-                kept = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, stage)))
+                kept = await self._fetch_from(peer, stage)
                 break
         else:
             return

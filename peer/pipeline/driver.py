@@ -14,6 +14,7 @@ from optim.swarm.payloads import Packer
 from optim.swarm.trainer import PipelineTrainer, Sample, Send, Settings
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import (
+    Sizes,
     WithdrawReply,
     WithdrawRequest,
     ask_of,
@@ -43,6 +44,7 @@ class Driver:
         sample: The contents of microbatch (step, number): the same at all trainers.
         local: Our own server of a stage, if we have it.
         rng: Decides between servers that are equal.
+        sizes: What a microbatch has at most.
         settings: How to go about it.
         on_losses: Told, at the end of each step, the losses of our samples in it, if there are any.
     """
@@ -58,13 +60,14 @@ class Driver:
         sample: Callable[[int, int], Sample],
         local: Callable[[int], StageService | None],
         rng: Random,
+        sizes: Sizes,
         settings: Settings | None = None,
         on_losses: Callable[[int, list[float]], None] = lambda step, losses: None,
     ) -> None:
         self.trainer = PipelineTrainer(stages, rng, settings)
         self._endpoint, self._crew, self._sample, self._on_losses = endpoint, crew, sample, on_losses
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
-        self._microbatches, self._local = microbatches, local
+        self._microbatches, self._local, self._sizes = microbatches, local, sizes
         self._told: dict[tuple[int, PeerId], int] = {}  # failed settlements of the step, by stage and who tells
         self._bereft: set[int] = set()  # stages that have lost a server in this step
         self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
@@ -181,7 +184,7 @@ class Driver:
             async with self._endpoint.open(send.peer, ask_of(run, message), bulk=True) as stream:
                 await send_payloads(stream, message.inputs, message.targets, message.gradient)
                 await stream.finish()
-                return await receive_answer(stream)
+                return await receive_answer(stream, self._sizes)
         raise RequestTimeout(f"{send.peer.short} has not answered within {message.patience + GRACE:g} s")
 
 

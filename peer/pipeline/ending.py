@@ -17,6 +17,12 @@ STRANDED = 600.0
 """Seconds for which a peer that has been among others waits until one of them is back: lines break for minutes, and
 nobody else may have what it has."""
 
+HANDOVER = 8.0
+"""Seconds for which the last server of a stage goes on after it was asked to leave, until another one has come."""
+
+HEARD = 1.0
+"""Seconds for which others are given time to hear that we leave."""
+
 
 async def linger(crew: Crew, step: int, served: Callable[[], float]) -> None:
     """Stays until all servers that we know have made the last step: those that we have lost may come back.
@@ -32,6 +38,15 @@ async def linger(crew: Crew, step: int, served: Callable[[], float]) -> None:
         with trio.move_on_at(deadline):
             await changed.wait()
         deadline = min(limit, max(deadline, served() + LINGER))
+
+
+async def hand_over(crew: Crew, is_needed: Callable[[], bool]) -> None:
+    """Tells others that we leave, and returns once nobody needs us any more."""
+    crew.announce(leaving=True)
+    number = crew.own.number
+    with trio.move_on_after(HEARD):
+        await crew.until(lambda: crew.is_known(number))
+    await crew.until(lambda: not is_needed())
 
 
 async def forlorn(crew: Crew, refusal: Callable[[], ShoalError | None]) -> ShoalError:

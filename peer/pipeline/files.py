@@ -44,14 +44,22 @@ class StageFiles:
     def save(self, stage: int, state: StageState) -> None:
         """Writes a stage's state, whole or not at all, and removes all but the newest few.
 
+        Files of other stages, where we were before, go when this stage has as many that are newer. So do files of later
+        steps, which are of a history that nobody goes on with, and parts that a killed process has left.
+
         Raises:
             CheckpointError: It cannot be written.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path(stage, state.step), dump(state))
-            for step in self.steps(stage)[KEPT:]:
-                self._path(stage, step).unlink()
+            kept = [step for step in self.steps(stage) if step <= state.step][:KEPT]
+            least = kept[-1] if len(kept) == KEPT else 0
+            for other, step in self._found():
+                if not least <= step <= state.step:
+                    self._path(other, step).unlink()
+            for path in self._directory.glob(".stage-*.safetensors.*"):  # of `write_atomically`
+                path.unlink()
         except OSError as error:
             raise CheckpointError(f"stage {stage} cannot be saved: {error}", hint="free some space") from error
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Annotated, Literal
 
 import attrs
@@ -22,6 +23,9 @@ MOST_MICROBATCHES = 4096
 """Of a step."""
 LARGEST_PAYLOAD = 1 << 28
 """Bytes of one tensor between stages."""
+
+BLOCK_SCALE = 64
+"""Bytes that a short tensor may take in addition."""
 
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
@@ -89,6 +93,33 @@ class Shape:
         msgspec.Meta(min_length=1, max_length=MOST_DIMENSIONS),
     ]
     size: Annotated[int, msgspec.Meta(ge=0, le=LARGEST_PAYLOAD)]
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """What a microbatch has at most."""
+
+    samples: int
+    tokens: int
+    """Of a sample."""
+    width: int
+    """Values of a token, between stages."""
+
+    def check(self, *shapes: Shape | None) -> None:
+        """Refuses tensors that are announced, before memory is taken for them.
+
+        Raises:
+            ProtocolError: One is larger than it can be, or has more bytes than values of its shape take.
+        """
+        for shape in filter(None, shapes):
+            length, is_tokens = math.prod(shape.shape), shape.encoding == "tokens"
+            values = self.tokens if is_tokens else self.tokens * self.width
+            if shape.shape[0] > self.samples or length > shape.shape[0] * values:
+                raise ProtocolError(f"a tensor of shape {list(shape.shape)} where microbatches are smaller")
+            if is_tokens and shape.shape[1:] != (self.tokens,):
+                raise ProtocolError(f"samples of other lengths: tokens of shape {list(shape.shape)}")
+            if shape.size > 4 * length + BLOCK_SCALE:  # whether they fit is found out when they are unpacked
+                raise ProtocolError(f"{shape.size} bytes for {length} values")
 
 
 @message("stage.ask")
@@ -210,16 +241,15 @@ def ask_of(run: bytes, request: Request) -> Ask:
     )
 
 
-async def receive_request(stream: Stream, ask: Ask) -> Request:
+async def receive_request(stream: Stream, ask: Ask, sizes: Sizes) -> Request:
     """A request with its tensors.
 
     Raises:
-        ProtocolError: The tensors are too large to be kept.
+        ProtocolError: The tensors are not of such sizes.
         ShoalError: They do not come.
     """
     shapes = (ask.inputs, ask.targets, ask.gradient)
-    if sum(shape.size for shape in shapes if shape is not None) > LARGEST_PAYLOAD:
-        raise ProtocolError("a request with more bytes than a microbatch may have")
+    sizes.check(*shapes)
     inputs, targets, gradient = await receive_payloads(stream, *shapes)
     return Request(
         kind=ask.kind,
@@ -248,13 +278,15 @@ async def send_answer(stream: Stream, answer: Answer) -> None:
     await send_payloads(stream, answer.values, answer.losses)
 
 
-async def receive_answer(stream: Stream) -> Answer:
+async def receive_answer(stream: Stream, sizes: Sizes) -> Answer:
     """The answer to a request, with its tensors.
 
     Raises:
+        ProtocolError: The tensors are not of such sizes.
         ShoalError: It does not come.
     """
     reply = await stream.receive(Reply)
+    sizes.check(reply.values, reply.losses)
     values, losses = await receive_payloads(stream, reply.values, reply.losses)
     return Answer(
         step=reply.step,

@@ -16,7 +16,7 @@ from optim.swarm.ledger import Ledger
 from optim.swarm.payloads import Encoding
 from optim.swarm.server import StageServer
 from optim.swarm.stages import Chain, Stage
-from optim.swarm.state import StageState
+from optim.swarm.state import Form, StageState
 from optim.swarm.trainer import Sample
 from optim.swarm.trainer import Settings as TrainerSettings
 from peer.checkpoint import CheckpointError
@@ -26,8 +26,8 @@ from peer.pipeline.audit import ledgers_told
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
-from peer.pipeline.ending import forlorn, linger
-from peer.pipeline.messages import Standing, stage_run
+from peer.pipeline.ending import forlorn, hand_over, linger
+from peer.pipeline.messages import Sizes, Standing, stage_run
 from peer.pipeline.service import StageService
 from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps
 from peer.pipeline.states import States
@@ -65,7 +65,7 @@ class Pipeline:
         sample: The contents of microbatch (step, number).
         optimizer: Makes the optimizer of a stage.
         rate: The learning rate of a step.
-        tokens: Of a sample.
+        sizes: Of a microbatch.
         steps: After which it ends; 0: never.
         encoding: How activations and their gradients look on the wire.
         balance: When peers move between stages; `rest` is in steps.
@@ -81,7 +81,7 @@ class Pipeline:
     sample: Callable[[int, int], Sample]
     optimizer: Callable[[Stage], torch.optim.Optimizer]
     rate: Callable[[int], float]
-    tokens: int = 1
+    sizes: Sizes
     steps: int = 0
     encoding: Encoding = "fp32"
     balance: Policy = attrs.field(factory=lambda: Policy(gain=0.1, rest=20, most=1))
@@ -109,6 +109,7 @@ class PipelineNode:
         saved: What it has kept last of a stage, in an earlier life; called in the same way.
         device: Where the stage is.
         founds: Whether others come to us, so that we wait for them for ever.
+        asked: Set when we are to leave.
         refusal: Why a peer has not taken us for a member, if one has said so.
     """
 
@@ -127,6 +128,7 @@ class PipelineNode:
     saved: Callable[[int], StageState | None] = lambda stage: None
     device: str = "cpu"
     founds: bool = False
+    asked: trio.Event = attrs.field(factory=trio.Event)
     refusal: Callable[[], ShoalError | None] = lambda: None
     crew: Crew = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
@@ -152,7 +154,7 @@ class PipelineNode:
 
     @_copies.default
     def _make_copies(self) -> Copies:
-        return Copies(self.endpoint, self.pipeline.run_id, self.pipeline.stages, self.crew, self._courtesy)
+        return Copies(self.endpoint, self.pipeline.run_id, self.pipeline.stages, self.crew, self._courtesy, self.form)
 
     @_states.default
     def _make_states(self) -> States:
@@ -170,7 +172,7 @@ class PipelineNode:
         )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves and trains until the last step is made, or until cancelled.
+        """Serves and trains until the last step is made, until it is `asked` to leave, or until cancelled.
 
         Raises:
             RequestRefused: No member takes us in.
@@ -181,6 +183,7 @@ class PipelineNode:
             await nursery.start(self.crew.run)
             nursery.start_soon(self._copies.run)
             task_status.started()
+            nursery.start_soon(self._leave_when_asked, nursery.cancel_scope)
             if not self.founds:
                 nursery.start_soon(self._watch_for_solitude, reasons, nursery.cancel_scope)
             if self.trains:
@@ -193,9 +196,28 @@ class PipelineNode:
         if reasons:
             raise reasons[0]
 
+    async def _leave_when_asked(self, scope: trio.CancelScope) -> None:
+        await self.asked.wait()
+        await hand_over(self.crew, self._is_needed)
+        scope.cancel()
+
+    def _is_needed(self) -> bool:
+        """Whether our stage would have no server without us, and somebody can take our place."""
+        own, there = self.crew.own, self.crew.standings
+        others = [each for peer, each in there.items() if peer != self.crew.peer and not each.leaving]
+        with_us = [each for each in others if each.stage == own.stage]
+        if not own.ready or any(each.ready for each in with_us):
+            return False
+        found = moves(self._members(), self.pipeline.stages, self.pipeline.balance)
+        return bool(with_us) or any(move.target == own.stage for move in found)
+
     async def _watch_for_solitude(self, reasons: list[ShoalError], scope: trio.CancelScope) -> None:
         reasons.append(await forlorn(self.crew, self.refusal))
         scope.cancel()
+
+    def form(self, stage: int) -> Form:
+        """What the state of a stage looks like; known once we have made one."""
+        return self._states.forms[stage]
 
     # As a trainer.
 
@@ -209,6 +231,7 @@ class PipelineNode:
             microbatches=pipeline.microbatches,
             sample=pipeline.sample,
             local=self._serving.get,
+            sizes=pipeline.sizes,
             rng=self.rng,
             settings=self.trainer,
             on_losses=self._tell_losses,
@@ -218,7 +241,7 @@ class PipelineNode:
         await driver.run()
 
     def _tell_losses(self, step: int, losses: list[float]) -> None:
-        now, tokens = trio.current_time(), len(losses) * self.pipeline.tokens
+        now, tokens = trio.current_time(), len(losses) * self.pipeline.sizes.tokens
         speed = tokens / (now - self._told_at) if now > self._told_at else None
         self._told_at = now
         loss = sum(losses) / len(losses)
@@ -266,7 +289,10 @@ class PipelineNode:
     def _neediest(self, peers: Collection[PeerId]) -> int:
         """The slowest stage, as far as these peers serve it; first those that have fewer than two servers."""
         members = [member for member in self._members() if member.peer in peers and member.peer != self.crew.peer]
-        counts = [sum(member.stage == stage for member in members) for stage in range(self.pipeline.stages)]
+        counts = [
+            sum(member.stage == stage and not member.leaving for member in members)
+            for stage in range(self.pipeline.stages)
+        ]
         if min(counts) < 2:
             return counts.index(min(counts))
         return newcomers_stage(members, self.pipeline.stages)
@@ -307,13 +333,14 @@ class PipelineNode:
             encoding=pipeline.encoding,
             bounds=self.bounds,
         )
-        state = await self._find_state(stage, number, old)
+        state = await self._find_state(server, number, old)
         if state is None:
             return None
         service = StageService(
             self.endpoint,
             run,
             server,
+            sizes=pipeline.sizes,
             admits=self.mesh.knows,
             compute=self.compute,
             courtesy=self._courtesy,
@@ -326,7 +353,7 @@ class PipelineNode:
         steps = StageSteps(
             service,
             number,
-            Plan(run_id=pipeline.run_id, stages=pipeline.stages, microbatches=pipeline.microbatches),
+            Plan(run_id=pipeline.run_id, microbatches=pipeline.microbatches, forms=self._states.forms),
             crew=crew,
             collective=collective,
             endpoint=self.endpoint,
@@ -368,7 +395,7 @@ class PipelineNode:
                 if problem is not None:
                     self.crew.announce(ready=False)
                     old, lost = await service.snapshot(), isinstance(problem, Lost)
-                    state = await self._find_state(server.stage, number, old, lost=lost)
+                    state = await self._find_state(server, number, old, lost=lost)
                     if state is None:
                         return None
                     await service.restore(state)
@@ -499,11 +526,11 @@ class PipelineNode:
                 return
 
     async def _find_state(
-        self, stage: Stage, number: int, old: StageState | None = None, *, lost: bool = False
+        self, server: StageServer, number: int, old: StageState | None = None, *, lost: bool = False
     ) -> StageState | None:
         """The state of a stage that we are to serve; None if the run is over meanwhile."""
         began, received = trio.current_time(), self.endpoint.bytes_received
-        state = await self._states.find(stage, number, over=self._is_over, old=old, lost=lost)
+        state = await self._states.find(server, number, over=self._is_over, old=old, lost=lost)
         if state is not None:
             self.events.emit(
                 "stage_synced",

@@ -21,6 +21,7 @@ from peer.membership import Membership
 from peer.model import Transformer
 from peer.node import Compute
 from peer.pipeline.files import StageFiles
+from peer.pipeline.messages import Sizes
 from peer.pipeline.node import Pipeline, PipelineNode
 from peer.schedule import Schedule
 from peer.settings import InnerSettings, Settings
@@ -59,7 +60,7 @@ def make_pipeline(settings: Settings, run_id: bytes, corpus: Corpus) -> Pipeline
         sample=sample,
         optimizer=partial(stage_optimizer, settings.inner),
         rate=Schedule(settings, settings.algorithm.recipe()).rate,
-        tokens=model.context,
+        sizes=Sizes(samples=settings.inner.batch, tokens=model.context, width=model.width),
         steps=settings.run.rounds,
         encoding=cast("Encoding", settings.algorithm["activations"]),
         save_every=SAVE_EVERY,
@@ -114,6 +115,7 @@ def make_node(
     device: str,
     serves: bool,
     founds: bool,
+    asked: trio.Event,
 ) -> PipelineNode:
     """A peer of a run, which goes on with what it has saved."""
     files = StageFiles(directory)
@@ -131,6 +133,7 @@ def make_node(
         device=device,
         serves=serves,
         founds=founds,
+        asked=asked,
         refusal=lambda: membership.refusal,
     )
 

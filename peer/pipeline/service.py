@@ -20,6 +20,7 @@ from peer.pipeline.messages import (
     Ask,
     FetchState,
     FetchTied,
+    Sizes,
     TensorsReply,
     WithdrawReply,
     WithdrawRequest,
@@ -55,6 +56,15 @@ class _Waiting:
         self.done.set()
 
 
+@attrs.frozen(eq=False)
+class _Dump:
+    """A state as bytes."""
+
+    of: tuple[int, int, bool]
+    """How many states had been taken in, the step, and whether that was settled: what else it has follows from that."""
+    data: bytes
+
+
 class StageService:
     """Serves one stage until cancelled.
 
@@ -62,6 +72,7 @@ class StageService:
         endpoint: Carries everything.
         run_id: The stage's, see `stage_run`.
         server: What it does.
+        sizes: What a microbatch has at most.
         admits: Who is a member of the run.
         compute: Runs what takes long.
         courtesy: Lets operations go before states that are sent.
@@ -75,6 +86,7 @@ class StageService:
         run_id: bytes,
         server: StageServer,
         *,
+        sizes: Sizes,
         admits: Callable[[PeerId], bool],
         compute: Compute,
         courtesy: Courtesy,
@@ -86,12 +98,16 @@ class StageService:
         """Samples per second, forwards and backwards, as measured."""
         self.served = -math.inf
         """When a state was last sent."""
-        self._endpoint, self._run, self._admits = endpoint, run_id, admits
+        self._endpoint, self._run, self._admits, self._sizes = endpoint, run_id, admits, sizes
         self._compute, self._courtesy, self._changed = compute, courtesy, changed
         self._began, self._begun = began, set[tuple[str, int]]()
         self._arrived = trio.Event()
         self._lock = trio.Lock()
         self._tied: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._dump: _Dump | None = None
+        self._dumping = trio.Lock()
+        self._restored = 0
+        self._fetching = 0  # who is being sent a state
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Computes what is asked for, in batches, until cancelled; who waits then is refused."""
@@ -147,6 +163,7 @@ class StageService:
         """Goes on from a state."""
         async with self.paused() as server:
             await self._compute(server.restore, state)
+            self._restored += 1
             self.keep_tied(state.tied)
 
     async def _work(self, batch: Batch) -> None:
@@ -186,7 +203,7 @@ class StageService:
 
     async def _on_ask(self, ask: Ask, stream: Stream) -> None:
         self._check(stream)
-        await send_answer(stream, await self.ask(await receive_request(stream, ask)))
+        await send_answer(stream, await self.ask(await receive_request(stream, ask, self._sizes)))
 
     async def ask(self, request: Request) -> Answer:
         """Does what a trainer asks for.
@@ -214,10 +231,25 @@ class StageService:
 
     async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
         self._check(stream)
-        state = await self.snapshot()
-        data = await self._compute(partial(dump, state))
-        await send_tensors(stream, state.step, data, self._courtesy)
+        self._fetching += 1
+        try:
+            step, data = await self._dumped()
+            await send_tensors(stream, step, data, self._courtesy)
+        finally:
+            self._fetching -= 1
+            if not self._fetching:
+                self._dump = None
         self.served = trio.current_time()
+
+    async def _dumped(self) -> tuple[int, bytes]:
+        """The state as bytes: the same for all who fetch it at the same time."""
+        async with self._dumping:
+            dumped, of = self._dump, (self._restored, self.server.step, self.server.phase == "settled")
+            if dumped is None or dumped.of != of:
+                restored, state = self._restored, await self.snapshot()
+                data = await self._compute(partial(dump, state))
+                dumped = self._dump = _Dump((restored, state.step, state.mean is not None), data)
+            return dumped.of[1], dumped.data
 
     async def _on_tied(self, request: FetchTied, stream: Stream) -> None:
         self._check(stream)

@@ -6,7 +6,7 @@ A server whose stage is ahead of it fetches the stage's state, and goes on from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import msgpack  # type: ignore[import-untyped]
@@ -15,6 +15,7 @@ import trio
 
 from optim.swarm.ledger import Ledger, Settlement, settle
 from optim.swarm.server import Contribution
+from optim.swarm.state import Form
 from peer.node import Compute
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import MOST_MICROBATCHES, FetchTied, stage_run
@@ -42,9 +43,15 @@ class Plan:
     """What all peers of a pipeline agree on."""
 
     run_id: bytes
-    stages: int
     microbatches: int
     """Of a step."""
+    forms: Sequence[Form]
+    """What the states of the stages look like."""
+
+    @property
+    def stages(self) -> int:
+        """How many the model has."""
+        return len(self.forms)
 
 
 @attrs.frozen(eq=False)
@@ -200,6 +207,8 @@ class StageSteps:
         return await self._collective.all_reduce(values, 0.0 if ours is None else ours.weight, tag="gradient")
 
     def _all_settled(self) -> bool:
+        if self._crew.furthest > self._server.step:  # else nobody could be there
+            return True
         return all(self._has_settled(stage) for stage in range(self._plan.stages))
 
     def _has_settled(self, stage: int) -> bool:
@@ -219,22 +228,26 @@ class StageSteps:
         return tied
 
     def _sharing(self) -> list[int]:
-        """The other stages that may use a parameter of ours: the first and the last do, if any."""
-        return [stage for stage in (0, self._plan.stages - 1) if stage != self._stage]
+        """The other stages that use a parameter of ours."""
+        ours = set(self._server.stage.tied.values())
+        forms = enumerate(self._plan.forms)
+        return [stage for stage, form in forms if stage != self._stage and ours & set(form.tied.values())]
 
     async def _fetch_tied(self, stage: int) -> dict[str, torch.Tensor]:
         """Another stage's part of the gradients of what we share, from one of its servers.
 
         If all that had it are gone, the stage does the step again, unless some stage has made it: then it cannot.
         """
-        request = FetchTied(stage_run(self._plan.run_id, stage), self._server.step)
+        request, form = FetchTied(stage_run(self._plan.run_id, stage), self._server.step), self._plan.forms[stage]
         hopeless = math.inf
         while True:
             changed = self._crew.changed
             for peer in self._crew.servers(stage):
                 try:
-                    _, data = await fetch_tensors(self._endpoint, peer, request)
-                    return load_tensors(data)
+                    _, data = await fetch_tensors(self._endpoint, peer, request, most=form.most)
+                    tied = load_tensors(data)
+                    form.check_tied(tied)
+                    return tied
                 except ShoalError:
                     continue
             if any(each.step > self._server.step for each in self._crew.servers(self._stage).values()):

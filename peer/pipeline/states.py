@@ -11,8 +11,9 @@ import attrs
 import torch
 import trio
 
+from optim.swarm.server import StageServer
 from optim.swarm.stages import Chain, Stage, cut
-from optim.swarm.state import StageState
+from optim.swarm.state import Form, StageState
 from peer.node import Compute
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew
@@ -63,7 +64,8 @@ class States:
         self._endpoint, self._run, self._crew, self._copies = endpoint, run_id, crew, copies
         self._chain, self._stages, self._compute, self._rng = chain, stages, compute, rng
         self._initial, self._device = initial, device
-        self._tied: dict[int, Mapping[str, str]] = {}
+        self.forms: list[Form] = []
+        """What the states of all stages look like, once one has been made."""
 
     async def make(self, number: int) -> Stage:
         """A stage with its first values."""
@@ -71,7 +73,7 @@ class States:
 
     def _make(self, number: int) -> Stage:
         every = cut(self._chain(), self._stages)
-        self._tied = {other: stage.tied for other, stage in enumerate(every) if stage.tied}
+        self.forms = [Form.of(each) for each in every]
         stage = every[number]
         if self._initial is not None:
             names = stage.model.state_dict().keys()
@@ -80,7 +82,7 @@ class States:
 
     async def find(
         self,
-        stage: Stage,
+        server: StageServer,
         number: int,
         *,
         over: Callable[[], bool],
@@ -90,7 +92,7 @@ class States:
         """The state of a stage: from another server, from a copy, or the first one.
 
         Args:
-            stage: Of `make`, with its first values.
+            server: Of the stage that `make` has made, with its first values unless `old` is given.
             number: Its number.
             over: Whether there is no use in looking any longer.
             old: One that is better than nothing if no other peer has any.
@@ -105,44 +107,44 @@ class States:
         while True:
             changed = self._crew.changed
             patient = old is not None and trio.current_time() < began + LOST
-            state = await self._look(number, stage, old, patient=patient, lost=lost)
+            state = await self._look(number, server, old, patient=patient, lost=lost)
             if state is not None or (over() and not self._others(number)):
                 return state
             with trio.move_on_after(RETRY):
                 await changed.wait()
 
-    async def _revive(self, number: int, old: StageState) -> StageState | None:
+    async def _revive(self, number: int, old: StageState, kinds: Mapping[str, bool]) -> StageState | None:
         """An old state of a stage, for the step that the others are at; None if that cannot be said at the moment.
 
         What other stages use as well is theirs: else the copies would be different for ever.
         """
         revived = attrs.evolve(old, step=self._crew.furthest, mean=None, tied={})
-        names = self._tied.get(number)
-        if not names:
+        tied = {other: form.tied for other, form in enumerate(self.forms) if form.tied}
+        if number not in tied:
             return revived
-        for other in sorted(self._tied.keys() - {number}):
-            state = await self._fetch(other)
+        for other in sorted(tied.keys() - {number}):
+            state = await self._fetch(other, kinds)
             if state is not None:
-                return _with_tied(revived, names, state, self._tied[other]) if state.step == revived.step else None
-        return revived if number == min(self._tied) else None  # the others follow the first, if all are lost
+                return _with_tied(revived, tied[number], state, tied[other]) if state.step == revived.step else None
+        return revived if number == min(tied) else None  # the others follow the first, if all are lost
 
     async def _look(
-        self, number: int, stage: Stage, old: StageState | None, *, patient: bool, lost: bool
+        self, number: int, server: StageServer, old: StageState | None, *, patient: bool, lost: bool
     ) -> StageState | None:
         crew, others = self._crew, self._others(number)
         # A step that nobody else is near to is one of a history that the others do not share.
         least = old.step + lost if old is not None and crew.is_credible(crew.peer, old.step) else 0
         if any(crew.standings[peer].step >= least for peer in others):
-            return await self._fetch(number, least)
+            return await self._fetch(number, server.kinds, least)
         if not crew.furthest and old is None:  # nobody has made a step yet
-            return StageState(0, stage.state(), {})
+            return StageState(0, server.stage.state(), {})
         if patient or (lost and others) or not self._is_next(number):
             return None
-        found = [state for state in (old, await self._copies.find(number)) if state is not None]
+        found = [state for state in (old, await self._copies.find(number, server.kinds)) if state is not None]
         if not found:
             return None
         return await self._revive(
-            number, max(found, key=lambda state: (crew.is_credible(crew.peer, state.step), state.step))
+            number, max(found, key=lambda state: (crew.is_credible(crew.peer, state.step), state.step)), server.kinds
         )
 
     def _others(self, number: int) -> list[PeerId]:
@@ -153,21 +155,24 @@ class States:
         there = {peer: each.step for peer, each in self._crew.standings.items() if each.stage == number}
         return self._crew.peer == min(there, key=lambda peer: (-there[peer], peer))
 
-    async def _fetch(self, number: int, least: int = 0) -> StageState | None:
+    async def _fetch(self, number: int, kinds: Mapping[str, bool], least: int = 0) -> StageState | None:
         """From a server of the stage that is at least at a step, if one has it and sends it: the furthest first."""
         steps = {peer: self._crew.standings[peer].step for peer in self._others(number)}
         others = [peer for peer, step in steps.items() if step >= least]
         self._rng.shuffle(others)
         for peer in sorted(others, key=lambda peer: -steps[peer]):
-            state = await self._fetch_from(peer, number)
+            state = await self._fetch_from(peer, number, kinds)
             if state is not None and state.step >= least:
                 return state
         return None
 
-    async def _fetch_from(self, peer: PeerId, number: int) -> StageState | None:
+    async def _fetch_from(self, peer: PeerId, number: int, kinds: Mapping[str, bool]) -> StageState | None:
+        request, form = FetchState(stage_run(self._run, number)), self.forms[number]
         with contextlib.suppress(ShoalError):
-            step, data = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, number)))
-            return await self._compute(partial(load, data, step))
+            step, data = await fetch_tensors(self._endpoint, peer, request, most=form.most)
+            state = await self._compute(partial(load, data, step))
+            form.check(state, kinds)
+            return state
         return None
 
 

@@ -17,7 +17,7 @@ LEAST_RATE = 1 << 14
 
 
 async def fetch_tensors(
-    endpoint: Endpoint, peer: PeerId, request: FetchState | FetchTied, *, most: int = 1 << 40
+    endpoint: Endpoint, peer: PeerId, request: FetchState | FetchTied, *, most: int
 ) -> tuple[int, bytes]:
     """Tensors as bytes, and the step that they belong to.
 

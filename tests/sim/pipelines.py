@@ -13,6 +13,7 @@ from optim.swarm.server import Batch, StageServer
 from optim.swarm.stages import cut
 from optim.swarm.state import whole_state
 from peer.events import EventLog
+from peer.pipeline.messages import Sizes
 from peer.pipeline.node import Pipeline, PipelineNode
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
@@ -21,7 +22,7 @@ from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.mesh import Mesh
 from protocol.transport import Address
-from tests.optim.swarm.toys import adamw, sample, text_batch, transformer_chain
+from tests.optim.swarm.toys import SETTINGS, adamw, sample, text_batch, transformer_chain
 
 RUN = hashlib.sha256(b"a simulated pipeline").digest()
 TIMES = RoundTimes(grace=2.0, slack=1.0, stall=4.0, settle=0.5, poll=0.5)
@@ -38,6 +39,7 @@ def pipeline(stages, steps, **options):
         "sample": lambda step, number: sample(text_batch(step, number)),
         "optimizer": adamw,
         "rate": lambda step: 0.01,
+        "sizes": Sizes(samples=2, tokens=SETTINGS.context, width=SETTINGS.width),
         "steps": steps,
         "balance": Policy(gain=10.0, rest=1e9),
         "save_every": 1,
