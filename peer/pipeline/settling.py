@@ -63,6 +63,9 @@ class _Word:
     ledger: Ledger
 
 
+SPREAD = 2.0
+"""Seconds for which a step waits until not only some server of each stage has what the stage has settled, but all."""
+
 LOST = 5.0
 """Seconds for which nobody must have had what we need of a step that others have made, before it is lost for us."""
 
@@ -133,6 +136,8 @@ class StageSteps:
             await self._settle()
         self.tell()
         await self._crew.until(self._all_settled)
+        with trio.move_on_after(SPREAD):
+            await self._crew.until(self._all_have_it)
         tied = await self._tied()
         for group in self._server.optimizer.param_groups:
             group["lr"] = self._rate(self._server.step)
@@ -210,6 +215,15 @@ class StageSteps:
         if self._crew.furthest > self._server.step:  # else nobody could be there
             return True
         return all(self._has_settled(stage) for stage in range(self._plan.stages))
+
+    def _all_have_it(self) -> bool:
+        """Whether nobody is left that has not settled the step.
+
+        If a step is made, and all die that had settled it, it is lost for their stage.
+        """
+        step, standings = self._server.step, self._crew.standings.values()
+        late = any(each.ready and each.step == step and not each.settled for each in standings)
+        return not late or self._crew.furthest > step
 
     def _has_settled(self, stage: int) -> bool:
         step = self._server.step

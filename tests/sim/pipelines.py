@@ -77,6 +77,7 @@ class Peer:
         self.alive = True
         self.saved = None
         self.problem = None
+        self.running = True
         self.on_compute = None
 
     async def compute(self, function, *arguments):
@@ -101,6 +102,7 @@ class Peer:
                     await self.node.run()
                 except ShoalError as problem:
                     self.problem = problem
+                self.running = False
                 nursery.cancel_scope.cancel()
 
     def of(self, kind):

@@ -1,11 +1,16 @@
 """No peer of a pipeline waits for ever for what cannot come, nor is led astray by what cannot be."""
 
+import math
+
 import pytest
 import trio
 
 from optim.swarm.ledger import audit
 from peer.pipeline.audit import records
-from protocol.errors import PeerUnreachable, RequestRefused
+from peer.pipeline.claims import is_credible
+from peer.pipeline.messages import Ask, FetchState, Reply, Shape, Standing, stage_run
+from peer.pipeline.transfer import fetch_tensors
+from protocol.errors import PeerUnreachable, ProtocolError, RequestRefused, ShoalError
 from tests.sim.pipelines import MICROBATCHES, pipeline
 
 
@@ -100,3 +105,87 @@ async def test_one_that_says_it_is_far_ahead_is_not_followed(autojump_clock, swa
         check(swarm, 2, before + 5)
         assert all(peer.node.crew.furthest < 10**9 for peer in honest)
         assert not any(peer.of("stage_lost") for peer in honest)
+
+
+async def test_the_last_server_of_a_stage_leaves_when_another_one_has_come(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, 0), [0, 0, 0, 1]) as swarm:
+        *others, last = swarm.peers
+        await swarm.until(lambda: made(last) >= 2)
+        last.node.asked.set()
+        await swarm.until(lambda: not last.running)
+        assert any(peer.node.crew.own.stage == 1 and peer.node.crew.own.ready for peer in others)
+        before = max(made(peer) for peer in others)
+        await swarm.until(lambda: min(made(peer) for peer in others) >= before + 2)
+        check(swarm, 2, before + 2)
+        assert not any(peer.of("stage_lost") for peer in others)
+
+
+@pytest.mark.parametrize("assignment", [[0, 1], [0, 1, 1], [0]])
+async def test_a_server_that_is_not_needed_or_cannot_be_replaced_leaves_at_once(autojump_clock, swarm_of, assignment):
+    async with swarm_of(pipeline(2, 0), assignment) as swarm:
+        leaver = swarm.peers[-1]
+        await swarm.until(lambda: leaver.node.crew.own.ready)
+        leaver.node.asked.set()
+        with trio.fail_after(3):
+            await swarm.until(lambda: not leaver.running)
+
+
+async def test_newcomers_that_come_together_are_sent_the_same_bytes(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(1, 0), [0]) as swarm:
+        (first,), dumps = swarm.peers, []
+        await swarm.until(lambda: made(first) >= 1)
+        first.on_compute = lambda function: dumps.append(getattr(getattr(function, "func", None), "__name__", ""))
+        run = stage_run(swarm.pipeline.run_id, 0)
+        newcomers = [swarm.add(serves=False, trains=False) for _ in range(3)]
+        for peer in newcomers:
+            swarm.start(peer)
+        await swarm.until(lambda: all(len(peer.node.crew.standings) > 1 for peer in newcomers))
+        dumps.clear()
+        found = []
+
+        async def fetch(peer):
+            found.append(await fetch_tensors(peer.endpoint, first.id, FetchState(run), most=1 << 20))
+
+        async with trio.open_nursery() as nursery:
+            for peer in newcomers:
+                nursery.start_soon(fetch, peer)
+        assert dumps.count("dump") < 3
+        with pytest.raises(ProtocolError, match="at most"):
+            await fetch_tensors(newcomers[0].endpoint, first.id, FetchState(run), most=1000)
+
+
+@pytest.mark.parametrize("shape", [(3, 12, 16), (2, 13, 16), (2, 12, 17), (1, 2 * 12 * 16)])
+async def test_tensors_larger_than_a_microbatch_are_refused_before_they_come(autojump_clock, swarm_of, shape):
+    async with swarm_of(pipeline(2, 0), [0, 1]) as swarm:
+        first, other = swarm.peers
+        await swarm.until(lambda: made(first) >= 1)
+        ask = Ask(
+            run=stage_run(swarm.pipeline.run_id, 1),
+            kind="forward",
+            step=first.node.crew.furthest,
+            number=0,
+            count=False,
+            patience=10.0,
+            inputs=Shape("fp32", shape, 4 * math.prod(shape)),
+            targets=None,
+            gradient=None,
+        )
+        with pytest.raises(ShoalError):
+            async with first.endpoint.open(other.id, ask, bulk=True) as stream:
+                with trio.fail_after(5):  # it does not wait for the bytes
+                    await stream.receive(Reply)
+
+
+def test_what_others_say_of_steps_is_believed_if_it_can_be():
+    def serving(*steps):
+        return [Standing(stage=0, ready=True, step=step) for step in steps]
+
+    def fetching(*steps):
+        return [Standing(stage=0, step=step) for step in steps]
+
+    assert is_credible(8, serving(5, 7))
+    assert not is_credible(9, serving(5, 7))
+    assert is_credible(500, serving(5))  # we may have been away
+    assert is_credible(1000, fetching(990, 980))
+    assert not is_credible(10**9, fetching(990, 980))
+    assert is_credible(10**6, fetching(0, 0, 10))

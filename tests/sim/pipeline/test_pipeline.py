@@ -71,7 +71,7 @@ async def test_a_server_dies_in_a_computation(autojump_clock, swarm_of, seed, af
         left = [after]
 
         def die(function):
-            if getattr(function, "__name__", "") == "compute":
+            if getattr(function, "__name__", "") in ("compute", "contribution", "advance"):
                 left[0] -= 1
                 if left[0] == 0:
                     swarm.kill(victim)
@@ -79,6 +79,23 @@ async def test_a_server_dies_in_a_computation(autojump_clock, swarm_of, seed, af
         victim.on_compute = die
         await same(swarm, 3, 4)
         assert not victim.alive
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_who_dies_with_what_its_stage_has_settled_is_not_the_only_one_that_has_it(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, 4), [0, 1, 1], seed=seed) as swarm:
+        first, *stage = swarm.peers
+        swarm.network.set_link(*(peer.host for peer in stage), latency=0.5)  # one has a result well before the other
+
+        def die(function):
+            if getattr(function, "__name__", "") == "advance" and len(first.of("stage_step")) == 1:
+                having = [peer for peer in stage if any(each["step"] == 1 for each in peer.of("stage_settled"))]
+                swarm.kill(having[0])
+
+        first.on_compute = die
+        await same(swarm, 2, 4)
+        assert len(swarm.alive) == 2
+        assert not any(peer.of("stage_lost") for peer in swarm.alive)
 
 
 @pytest.mark.parametrize("seed", range(3))
