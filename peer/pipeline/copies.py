@@ -51,11 +51,17 @@ class Copies:
         self._wanted: int | None = None
         self._asked = trio.Event()
 
-    def renew(self, stage: int) -> None:
-        """Fetches the state of the stage after this one, in which we serve, if that is for us to do; not at once."""
-        servers = list(self._crew.servers(stage))
-        if self._stages > 1 and servers and servers[0] == self._crew.peer:
-            self._wanted = (stage + 1) % self._stages
+    def renew(self, stage: int, *, due: bool) -> None:
+        """Fetches the state of the stage after this one, in which we serve, if that is for us to do; not at once.
+
+        Args:
+            stage: Ours.
+            due: Whether a copy that we have is to be renewed.
+        """
+        servers, wanted = list(self._crew.servers(stage)), (stage + 1) % self._stages
+        is_first = bool(servers) and servers[0] == self._crew.peer
+        if self._stages > 1 and is_first and (due or wanted not in self._kept):
+            self._wanted = wanted
             self._asked.set()
 
     async def run(self) -> None:

@@ -405,8 +405,9 @@ class PipelineNode:
                 if move is not None:
                     nursery.cancel_scope.cancel()
                     return move
-                if server.step % self.pipeline.save_every == 0:
-                    self._copies.renew(number)
+                due = server.step % self.pipeline.save_every == 0
+                self._copies.renew(number, due=due)
+                if due:
                     await self._save(number, service)
             if server.step % self.pipeline.save_every:
                 await self._save(number, service)
