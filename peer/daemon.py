@@ -58,6 +58,7 @@ from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
 from protocol.errors import (
     DataError,
+    HandshakeError,
     PeerUnreachable,
     RequestRefused,
     SettingsError,
@@ -370,11 +371,13 @@ class _Daemon:
         except PeerUnreachable as error:
             if (in_use := self.endpoint.in_use) is not None:
                 raise in_use from None
-            if ticket is None:  # the founder of a run that everybody has left goes on with it alone
-                if self._config.bootstrap:
-                    self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
-                return
-            raise why_unreachable(contacts, error) from error
+            problem = why_unreachable(contacts, error)
+            known = ticket is None or kept_manifest(self._home, ticket.run_id) is not None
+            if not known or isinstance(problem, HandshakeError):
+                raise problem from error
+            # Whoever has been there goes on, alone if need be, when everybody has left. The DHT goes on trying.
+            if ticket is not None or self._config.bootstrap:
+                self._events.emit("bootstrap_failed", reason=str(error.__cause__ or error))
 
     async def _find_manifest(self) -> Manifest:
         """The manifest of the ticket's run: our own copy, or the first right one that a peer has."""

@@ -35,6 +35,26 @@ async def rounds_together(peers, count=2):
     assert len({peer.digests()[last] for peer in peers}) == 1
 
 
+@pytest.mark.parametrize("apart", [0.0, 3.0, 60.0])
+async def test_members_go_on_without_the_founder_when_all_have_died(autojump_clock, endless, apart):
+    """Each is the first one to be there again; whoever comes later finds it, and if they come together, they meet."""
+    with trio.fail_after(LIMIT):
+        peers = [await endless.start(name) for name in "abc"]
+        await rounds_together(peers)
+        for name in "abc":
+            endless.kill(name)
+        before = max(peers[1].digests())
+        b = endless.launch("b")
+        await trio.sleep(apart)
+        c = endless.launch("c")
+        await rounds_together([b, c])
+        assert min(b.digests()) > before - 2  # from its checkpoint
+        a = await endless.start("a")
+        await rounds_together([a, b, c])
+    for name in "abc":
+        endless.leave(name)
+
+
 @pytest.mark.parametrize("mover", ["a", "c"])
 async def test_a_member_that_moves_goes_on_contributing(autojump_clock, endless, mover):
     """Be it the founder, whose old address is all that the ticket has."""
