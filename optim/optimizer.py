@@ -104,7 +104,9 @@ class LowCommunicationOptimizer(Wrapper):
 
         Raises:
             ShoalError: The exchange failed; see the class.
+            SettingsError: A parameter is trained that was frozen when this was made, so it is not exchanged.
         """
+        self._check_trained()
         group = self.inner.param_groups[0]
         self._warmup.sees(group)
         loss = self._local_step(closure)
@@ -331,7 +333,6 @@ class LowCommunicationOptimizer(Wrapper):
             raise SettingsError("the saved outer state is not finite")
         self._replica.load_state_dict(saved, outer)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
-        self._share_with_inner()
         self._wait, self._pending, self._warmup, self._averaged = None, None, Warmup(**saved["warmup"]), 0
 
 
