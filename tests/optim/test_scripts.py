@@ -113,7 +113,7 @@ def test_other_buffers_than_at_the_beginning_are_refused(alone, change):
     model = Normed()
     optimizer = DiLoCo(model, adamw(model), alone, sync_every=1)
     change(model)
-    with pytest.raises(SettingsError, match="buffer (seen|other) is not what it was"):
+    with pytest.raises(SettingsError, match=r"buffer (seen|other) is not what it was"):
         train(model, optimizer, batches(0, 1))
     assert optimizer.rounds == 0
 
