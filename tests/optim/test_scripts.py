@@ -1,6 +1,7 @@
 """What scripts do with a model and its optimizers between making them and stepping, and what interrupts a step."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from optim import DiLoCo, GradientOptimizer, LocalSwarm, LowCommunicationOptimiz
 from optim.buffers import Buffers
 from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.spsa import SpsaOptimizer
-from protocol.errors import SettingsError
+from protocol.errors import RequestTimeout, SettingsError
 from tests.optim.toys import adamw, batches, make_model, train, values_of
 
 KINDS = ["diloco", "gradient", "momenta", "perturbation"]
@@ -243,3 +244,40 @@ def test_a_sharpness_aware_step_that_is_interrupted_leaves_the_parameters_where_
         optimizer.step(closure)
     assert not torch.equal(calls[-1], before)
     assert torch.equal(values_of(model), before)
+
+
+def test_a_newcomer_has_joined_when_it_has_the_runs_outer_state(monkeypatch):
+    swarm, pauses = LocalSwarm(2), []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    def replica(peer):
+        index, model = swarm.peers.index(peer), make_model()
+        optimizer = DiLoCo(model, adamw(model), peer, sync_every=1)
+        if index:
+            optimizer.join(timeout=60)
+            return optimizer.outer.parameters, optimizer.rounds
+        assert optimizer.welcome() == 2  # nobody has anything yet
+        optimizer._link._swarm = LocalSwarm(1).peers[0]
+        train(model, optimizer, batches(0, 1))
+        optimizer._link._swarm = peer
+        optimizer.welcome()
+        return optimizer.outer.parameters, optimizer.rounds
+
+    one, other = swarm.run(replica)
+    assert torch.equal(one[0], other[0])
+    assert one[1] == other[1] == 1
+    assert len(pauses) == 1
+    assert not torch.equal(one[0], values_of(make_model()))
+
+
+def test_who_finds_nobody_to_join_is_told_and_does_not_spin(alone, monkeypatch):
+    model, now = make_model(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    optimizer, gathers = DiLoCo(model, adamw(model), alone), []
+    gather = alone.gather
+    monkeypatch.setattr(alone, "gather", lambda *given, **options: gathers.append(given) or gather(*given, **options))
+    with pytest.raises(RequestTimeout, match="nobody who has exchanged") as caught:
+        optimizer.join(timeout=10)
+    assert "do not join" in caught.value.hint
+    assert 1 < len(gathers) < 100
