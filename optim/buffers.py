@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from optim.flat import unwrapped
-from protocol.errors import ShoalError
+from protocol.errors import SettingsError, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import MAX_WEIGHT
 
@@ -32,17 +32,14 @@ class Buffers:
     largest value that a peer has. Buffers that `state_dict` leaves out are constants, and so are truth values.
 
     Everybody is told everybody's in full precision: these are few, and a variance must not become negative.
+
+    They are looked up anew each time: a module that is moved, or loaded with `assign`, has others in their place, and
+    so may a step of its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        model = unwrapped(model)
-        kept = model.state_dict().keys()
-        buffers = [buffer for name, buffer in model.named_buffers() if name in kept and not buffer.is_complex()]
-        self._statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._counters = [b for b in buffers if not b.is_floating_point() and b.dtype != torch.bool]
-
-    def __bool__(self) -> bool:
-        return bool(self._statistics or self._counters)
+        self._model = unwrapped(model)
+        self._statistics, self._counters = ({name: b.shape for name, b in now.items()} for now in self._now())
 
     def average(self, gather: Callable[[bytes, str], Mapping[PeerId, bytes]], weight: float) -> ShoalError | None:
         """Averages them, if there are any, by way of `gather`, which takes a block and a tag.
@@ -50,39 +47,56 @@ class Buffers:
         Returns:
             Why it failed; they are as they were then. The exchange that this goes with is worth more, and need not
             fail as well.
+
+        Raises:
+            SettingsError: The model has other buffers than it had, so what it tells would not fit the others'.
         """
-        if not self:
+        ours = self._found()
+        if not any(ours):
             return None
         try:
-            self.take(gather(self.block(weight), "buffers"))
+            blocks = gather(_block(*ours, weight), "buffers")
         except ShoalError as error:
             return error
+        self._take(blocks)
         return None
 
-    def block(self, weight: float) -> bytes:
-        """Ours, for a `gather`."""
-        statistics = _joined(self._statistics, torch.float32)
-        if not bool(torch.isfinite(statistics).all()):
-            weight, statistics = 0.0, torch.zeros_like(statistics)
-        parts = (statistics, _joined(self._counters, torch.int64))
-        return _HEAD.pack(weight) + b"".join(part.numpy().tobytes() for part in parts)
-
     @torch.no_grad()
-    def take(self, blocks: Mapping[PeerId, bytes]) -> None:
+    def _take(self, blocks: Mapping[PeerId, bytes]) -> None:
         """Goes on from what all have told. Blocks that make no sense do not count; all peers find that alike."""
+        statistics, counters = self._found()
         told = [one for peer in sorted(blocks) if (one := self._read(blocks[peer])) is not None]
         total = math.fsum(one.weight for one in told)
         if total > 0:
-            mean = torch.zeros(sum(buffer.numel() for buffer in self._statistics))
+            mean = torch.zeros(_size(self._statistics))
             for one in told:
                 mean.add_(one.statistics.mul(one.weight / total))
-            _put(mean, self._statistics)
+            _put(mean, statistics)
         if told:
-            _put(torch.stack([one.counters for one in told]).amax(0), self._counters)
+            _put(torch.stack([one.counters for one in told]).amax(0), counters)
+
+    def _found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Statistics and counters, as they are now."""
+        statistics, counters = self._now()
+        for kind, before, now in (("fractions", self._statistics, statistics), ("counters", self._counters, counters)):
+            for name in before.keys() | now.keys():
+                if name not in before or name not in now or before[name] != now[name].shape:
+                    raise SettingsError(
+                        f"the model's buffer {name} is not what it was when the optimizer was made, among its {kind}",
+                        hint="All peers need the same buffers: give the model all that it will have before that.",
+                    )
+        return list(statistics.values()), list(counters.values())
+
+    def _now(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        kept = self._model.state_dict().keys()
+        # All names of one that is shared: moving a model parts them.
+        named = self._model.named_buffers(remove_duplicate=False)
+        buffers = {name.replace("_orig_mod.", ""): each for name, each in named if name in kept}
+        statistics = {name: each for name, each in buffers.items() if each.is_floating_point()}
+        return statistics, {name: each for name, each in buffers.items() if _counts(each)}
 
     def _read(self, block: bytes) -> _Told | None:
-        statistics = sum(buffer.numel() for buffer in self._statistics)
-        counters = sum(buffer.numel() for buffer in self._counters)
+        statistics, counters = _size(self._statistics), _size(self._counters)
         if len(block) != _HEAD.size + 4 * statistics + 8 * counters:
             return None
         (weight,) = _HEAD.unpack_from(block)
@@ -92,6 +106,23 @@ class Buffers:
         if not 0 <= weight <= MAX_WEIGHT or not bool(torch.isfinite(values).all()):
             return None
         return _Told(weight, values, counts)
+
+
+def _block(statistics: list[torch.Tensor], counters: list[torch.Tensor], weight: float) -> bytes:
+    """Ours, for a `gather`."""
+    fractions = _joined(statistics, torch.float32)
+    if not bool(torch.isfinite(fractions).all()):
+        weight, fractions = 0.0, torch.zeros_like(fractions)
+    parts = (fractions, _joined(counters, torch.int64))
+    return _HEAD.pack(weight) + b"".join(part.numpy().tobytes() for part in parts)
+
+
+def _counts(buffer: torch.Tensor) -> bool:
+    return not buffer.is_floating_point() and not buffer.is_complex() and buffer.dtype != torch.bool
+
+
+def _size(shapes: Mapping[str, torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes.values())
 
 
 def _joined(buffers: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -70,7 +70,9 @@ class GradientOptimizer(Wrapper):
 
         Raises:
             ShoalError: The exchange failed; see the class.
+            SettingsError: A parameter is trained that was frozen when this was made, so it is not exchanged.
         """
+        self._check_trained()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -120,4 +122,3 @@ class GradientOptimizer(Wrapper):
         self._sender.load_state_dict(memory, [everything])
         self.rounds = state_dict["exchange"]["rounds"]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "exchange"})
-        self._share_with_inner()

@@ -79,7 +79,8 @@ class FlatParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(_trainable(model))
+        self._model = unwrapped(model)
+        self._parameters = dict(_trainable(self._model))
         for name, parameter in self._parameters.items():
             if not parameter.is_floating_point():
                 raise SettingsError(f"parameter {name} is of type {parameter.dtype}, which cannot be averaged")
@@ -106,8 +107,24 @@ class FlatParameters:
         return zip(self.slices, self._parameters.values(), strict=True)
 
     def read(self) -> torch.Tensor:
-        """A copy of the model's values: one-dimensional, fp32, on the CPU."""
+        """A copy of the model's values: one-dimensional, fp32, on the CPU.
+
+        Raises:
+            SettingsError: The model has other parameters in the place of these.
+        """
+        self._check_kept()
         return self.gather({name: local(parameter.detach()) for name, parameter in self._parameters.items()})
+
+    def _check_kept(self) -> None:
+        if any(local(parameter) is not parameter for parameter in self._parameters.values()):
+            return  # FSDP2 puts others in place, and back, by itself
+        kept = set(self._model.parameters())
+        for name, parameter in self._parameters.items():
+            if parameter not in kept:
+                raise SettingsError(
+                    f"parameter {name} is not the model's any more, which has another one in its place",
+                    hint="Load with assign=True, convert or shard the model before its optimizers are made.",
+                )
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
@@ -170,7 +187,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     seen = set()
-    for name, parameter in unwrapped(model).named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and _memory(parameter) not in seen:
             seen.add(_memory(parameter))
             yield name.replace("_orig_mod.", ""), parameter  # a part of the model may be compiled by itself

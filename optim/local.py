@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +13,7 @@ import attrs
 import torch
 
 from optim.windows import Arrival, Clocks, Key, Meeting, Queue, next_to_close
-from protocol.codecs import CodecName, ErrorFeedback, make_codec
+from protocol.codecs import CodecName, ErrorFeedback, NotFinite, make_codec
 from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
 from protocol.errors import Behind, RequestTimeout, RoundAborted
 from protocol.flatten import block_bytes, flat, shapes_of
@@ -20,7 +21,7 @@ from protocol.identity import PeerId
 from protocol.pairs import Pairing, partner
 from protocol.plan import Operation, Plan, coordinators
 from protocol.ring import reference
-from protocol.vectors import vector_bytes
+from protocol.vectors import all_finite, vector_bytes
 
 _T = TypeVar("_T")
 Group: TypeAlias = Collection[PeerId] | None
@@ -29,10 +30,10 @@ Group: TypeAlias = Collection[PeerId] | None
 class LocalSwarm:
     """So many peers, each of which is a `Collective` for a thread of its own.
 
-    Operations give the bits that real peers would with the same members in the same order and the same codec. Every
-    operation waits for all peers that have not left; if it has a window, only for those that come in time. That is
-    simulated time, which passes where `LocalPeer.advance` says so: who is late does not depend on the machine, as long
-    as exchanges block their peers.
+    Operations give the bits that real peers would with the same members in the same order and the same codec, to each
+    peer in memory of its own. Every operation waits for all peers that have not left; if it has a window, only for
+    those that come in time. That is simulated time, which passes where `LocalPeer.advance` says so: who is late does
+    not depend on the machine, as long as exchanges block their peers.
 
         def replica(peer):
             optimizer = DiLoCo(model, inner, peer)
@@ -284,12 +285,16 @@ class LocalPeer(Collective):
     ) -> Reduced:
         """See `Collective.all_reduce`. A window's grace time is simulated time."""
         key, vector = _key("reduce", tag, group), flat(values)
-        if not bool(torch.isfinite(vector).all()):
+        if not all_finite(vector):
             vector, weight = torch.zeros_like(vector), 0.0
         feedback = self._feedback_of(key, len(vector)) if weight else None
         if feedback is not None:
-            feedback.encode(0, vector, bytearray(self._codec.encoded_size(len(vector))))
-            vector = torch.add(vector, feedback.residual)  # what is encoded, in this operation as well
+            try:
+                feedback.encode(0, vector, bytearray(self._codec.encoded_size(len(vector))))
+            except NotFinite:  # with what was left out so far
+                vector, weight = torch.zeros_like(vector), 0.0
+            else:
+                vector = torch.add(vector, feedback.residual)  # what is encoded, in this operation as well
         if window is None:
             meetings = [self._meet(key, vector, weight, timeout)[1]]
         else:
@@ -309,7 +314,7 @@ class LocalPeer(Collective):
         sent = self._sent(2 * others * size // len(plan.members) if took_part else 0)
         return Reduced(
             plan=plan,
-            mean=mean,
+            mean=mean.clone(),
             contributors=plan.contributors,
             weight=plan.weight,
             shapes=shapes,
@@ -333,41 +338,59 @@ class LocalPeer(Collective):
         """See `Collective.exchange`."""
         key, vector = _key("exchange", tag, group), flat(values)
         feedback = self._feedback_of(key, len(vector))
-        if feedback is not None:
-            encoded = bytearray(self._codec.encoded_size(len(vector)))
-            feedback.encode(0, vector, encoded)
-            vector = torch.empty_like(vector)
-            self._codec.decode(encoded, vector)
-        plan, meeting = self._meet(key, vector, weight, timeout)
+        ours = self._meant(vector, feedback)
+        offer = torch.full_like(vector, math.nan) if ours is None else ours.clone()  # for the partner alone
+        plan, meeting = self._meet(key, offer, 0.0 if ours is None else weight, timeout)
         other = partner(plan, self.peer_id, pairing)
+        theirs, problem = None, "there is no partner"
+        if other is not None:
+            theirs, problem = meeting.offers[other], ""
+            assert theirs is not None
+            if not all_finite(theirs):
+                theirs, problem = None, f"{other.short} has brought values that are not finite"
         if feedback is not None:
-            feedback.abort() if other is None else feedback.commit()
-        sent = self._sent(0 if other is None else self._codec.encoded_size(len(vector)))
+            feedback.abort() if theirs is None else feedback.commit()
+        size = self._codec.encoded_size(len(vector))
         return Exchanged(
             plan=plan,
             partner=other,
-            values=None if other is None else meeting.offers[other],
-            ours=None if other is None else vector,
+            values=theirs,
+            ours=None if theirs is None else ours,
             weight=0.0 if other is None else meeting.weights[other],
-            problem="there is no partner" if other is None else "",
+            problem=problem,
             shapes=shapes_of(values),
             attempts=1,
-            bytes_sent=sent,
-            bytes_received=sent,
+            counted=ours is not None,
+            bytes_sent=self._sent(0 if other is None or ours is None else size),
+            bytes_received=0 if theirs is None else size,
             seconds=0.0,
         )
+
+    def _meant(self, vector: torch.Tensor, feedback: ErrorFeedback | None) -> torch.Tensor | None:
+        """What the bytes of a vector mean; None if it is not finite, with what was left out so far."""
+        if feedback is None:
+            return vector if all_finite(vector) else None
+        encoded, meant = bytearray(self._codec.encoded_size(len(vector))), torch.empty_like(vector)
+        try:
+            feedback.encode(0, vector, encoded)
+        except NotFinite:
+            return None
+        self._codec.decode(encoded, meant)
+        return meant
 
     def gather(
         self, block: Block | None, *, group: Group = None, tag: str = "", timeout: float | None = None
     ) -> Gathered:
         """See `Collective.gather`."""
         data = block_bytes(block)
+        if isinstance(block, torch.Tensor) and data is not None:
+            data = data.clone()  # the caller may change its own as soon as it has the result
         plan, meeting = self._meet(_key("gather", tag, group), data, 0.0 if data is None else 1.0, timeout)
         sent = self._sent(0 if data is None else (len(plan.members) - 1) * len(data))
         offers = [(peer, offer) for peer in plan.members if (offer := meeting.offers[peer]) is not None]
         return Gathered(
             plan=plan,
-            blocks={peer: vector_bytes(offer).toreadonly() for peer, offer in offers},
+            blocks={peer: vector_bytes(offer.clone()).toreadonly() for peer, offer in offers},
             attempts=1,
             bytes_sent=sent,
             bytes_received=plan.length - (0 if data is None else len(data)),

@@ -165,7 +165,9 @@ class MultiTimescaleOptimizer(Wrapper):
 
         Raises:
             ShoalError: An exchange failed; see the class.
+            SettingsError: A parameter is trained that was frozen when this was made, so it is not exchanged.
         """
+        self._check_trained()
         before = self._adam.taken
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.steps += 1
@@ -233,5 +235,4 @@ class MultiTimescaleOptimizer(Wrapper):
         if unknown := {*saved["due"]} - {"parameters", *self._names}:
             raise SettingsError(f"averages are due of {min(unknown)!r}, which this optimizer does not have")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "averages"})
-        self._share_with_inner()
         self.steps, self._due, self._fresh = saved["steps"], list(saved["due"]), saved["fresh"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -25,7 +26,9 @@ from optim.state import OuterState
 from optim.warmup import Warmup
 from optim.wrapper import Wrapper
 from protocol.collective import Collective
-from protocol.errors import ProtocolError, SettingsError, ShoalError
+from protocol.errors import ProtocolError, RequestTimeout, SettingsError, ShoalError
+
+_PAUSE = 0.5  # seconds between two attempts to join: who is alone, or among newcomers, gets an answer at once
 
 
 class LowCommunicationOptimizer(Wrapper):
@@ -104,7 +107,9 @@ class LowCommunicationOptimizer(Wrapper):
 
         Raises:
             ShoalError: The exchange failed; see the class.
+            SettingsError: A parameter is trained that was frozen when this was made, so it is not exchanged.
         """
+        self._check_trained()
         group = self.inner.param_groups[0]
         self._warmup.sees(group)
         loss = self._local_step(closure)
@@ -184,8 +189,8 @@ class LowCommunicationOptimizer(Wrapper):
     def welcome(self) -> int:
         """Lets peers that have just come, or have missed an exchange, go on from the outer state of the others.
 
-        All peers call it at the same point, such as after each exchange; a newcomer first of all, until it has
-        `rounds`. What a peer has done since its last exchange is kept, and part of the next one. Whose state it is:
+        All peers call it at the same point, such as after each exchange; a newcomer first of all, see `join`. What a
+        peer has done since its last exchange is kept, and part of the next one. Whose state it is:
         that of the most peers, of those that have exchanged at all.
 
         Returns:
@@ -218,6 +223,27 @@ class LowCommunicationOptimizer(Wrapper):
                 parameters, *buffers = torch.split(state, self._flat.length)
                 self._restart(OuterState(parameters, dict(zip(names, buffers, strict=True))), source)
         return len(told)
+
+    def join(self, timeout: float = 600.0) -> None:
+        """A newcomer's beginning: takes part in `welcome` until it has the outer state of a run that others have begun.
+
+        Args:
+            timeout: Seconds after which it gives up; more than the others take from one `welcome` to the next.
+
+        Raises:
+            RequestTimeout: Nobody was there in that time who has exchanged.
+            ShoalError: As `welcome`; it may be called again.
+        """
+        ends = time.monotonic() + timeout
+        self.welcome()
+        while not self.rounds:
+            if not self._link.all(time.monotonic() < ends):
+                raise RequestTimeout(
+                    f"nobody who has exchanged has welcomed us within {timeout:g} s",
+                    hint="Those who begin a run do not join it; they train, and call `welcome` after each exchange.",
+                )
+            time.sleep(_PAUSE)
+            self.welcome()
 
     def finish(self) -> None:
         """Ends the run: applies what is under way, and makes one set of parameters of the peers' if they differ.
@@ -331,7 +357,6 @@ class LowCommunicationOptimizer(Wrapper):
             raise SettingsError("the saved outer state is not finite")
         self._replica.load_state_dict(saved, outer)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
-        self._share_with_inner()
         self._wait, self._pending, self._warmup, self._averaged = None, None, Warmup(**saved["warmup"]), 0
 
 

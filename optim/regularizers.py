@@ -56,11 +56,13 @@ class SharpnessAware:
         length = torch.linalg.vector_norm(torch.stack([gradient.norm() for _, gradient in steps]))
         scale = self.rho / max(float(length), 1e-12)
         starts = [(parameter, parameter.detach().clone()) for parameter, _ in steps]
-        with torch.no_grad():
-            for parameter, gradient in steps:
-                parameter.add_(gradient, alpha=scale)
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for parameter, start in starts:
-                parameter.copy_(start)
+        try:
+            with torch.no_grad():
+                for parameter, gradient in steps:
+                    parameter.add_(gradient, alpha=scale)
+            with torch.enable_grad():
+                closure()
+        finally:
+            with torch.no_grad():
+                for parameter, start in starts:
+                    parameter.copy_(start)

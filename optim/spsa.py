@@ -70,19 +70,22 @@ class SpsaOptimizer(Wrapper):
             closure: The loss of one batch, the same both times.
 
         Raises:
-            SettingsError: There is no closure.
-            ShoalError: The exchange failed; the parameters are as they were.
+            SettingsError: There is no closure; or a parameter is trained that was frozen when this was made.
+            ShoalError: The exchange failed; the parameters are as they were, as after an exception of the closure.
         """
         if closure is None:
             raise SettingsError("step needs a closure that returns the loss")
+        self._check_trained()
         seed = int(torch.randint(2**62, (1,), generator=self._seeds))
         start = self._flat.read()
         distance = self._direction(seed).mul_(self._epsilon)
-        self._flat.write(start + distance)
-        ahead = float(closure())
-        self._flat.write(start - distance)
-        behind = float(closure())
-        self._flat.write(start)
+        try:
+            self._flat.write(start + distance)
+            ahead = float(closure())
+            self._flat.write(start - distance)
+            behind = float(closure())
+        finally:
+            self._flat.write(start)
         steepness = (ahead - behind) / (2 * self._epsilon)
         gradient = carry_out(self._swarm, self._mix(seed, steepness))
         self._flat.write_gradient(gradient)

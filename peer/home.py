@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import ShoalError
+from protocol.forks import not_for_children
 from protocol.identity import Identity
 
 if TYPE_CHECKING:
@@ -110,9 +111,11 @@ class Home:
             return
         with _explained(self._lock):
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        file = os.fdopen(descriptor, "r+b", buffering=0)
+        not_for_children(file)
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 raise HomeInUse(
@@ -126,7 +129,8 @@ class Home:
             yield
         finally:
             self._locked = False
-            os.close(descriptor)  # lets the lock go; the file stays, so that nobody locks an unlinked one
+            fcntl.flock(file, fcntl.LOCK_UN)  # for children too that have it all the same
+            file.close()  # and stays on the disk, so that nobody locks an unlinked one
 
     def is_locked(self) -> bool:
         """Whether a daemon uses this home now."""

@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from protocol.errors import AddressError, PeerGone, PeerUnreachable
+from protocol.forks import not_for_children
 from protocol.transport import DIAL_TIMEOUT, Address, Buffer, LineState
 
 _BACKLOG = 1024  # a flood that we turn away quickly must not make the system turn away others first
@@ -112,6 +113,7 @@ class TcpListener:
 
     def __init__(self, sock: trio.socket.SocketType, congestion: str | None = None) -> None:
         self._socket = sock
+        not_for_children(sock)
         self._congestion = congestion
         self._address = _address_of(sock.getsockname())
 
@@ -152,6 +154,7 @@ class TcpStream:
         # trio's own sockets let others run after every call, which costs more than moving 100 KiB.
         self._socket = socket.socket(fileno=sock.detach())
         self._socket.setblocking(False)
+        not_for_children(self._socket)
         self._remote = remote
         self._moved = 0  # bytes since others had their turn
         self._sturdy = _congestion_of(self._socket) == _STURDY

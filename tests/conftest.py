@@ -1,6 +1,9 @@
 """What all tests share."""
 
+import os
 import signal
+import socket
+import warnings
 
 import pytest
 from hypothesis import settings
@@ -22,3 +25,31 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if any(item.get_closest_marker(name) for name in ("processes", "netns", "docker")):
             item.add_marker(pytest.mark.xdist_group("machine"))
+
+
+@pytest.fixture
+def forked():
+    """Forks a child that lives until the test ends, as the workers of a `DataLoader`; it may do something first."""
+    children = []
+
+    def fork(action=lambda: None):
+        here, there = socket.socketpair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which the child does without
+            child = os.fork()
+        if not child:
+            try:
+                action()
+                there.send(b".")
+                signal.pause()
+            finally:
+                os._exit(1)
+        children.append(child)
+        there.close()
+        with here:
+            assert here.recv(1) == b"."
+
+    yield fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

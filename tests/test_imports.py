@@ -29,6 +29,7 @@ SHELLS = {
     "protocol/courtesy.py",
     "protocol/dialer.py",
     "protocol/endpoint.py",
+    "protocol/forks.py",
     "protocol/gather_transfer.py",
     "protocol/identity.py",
     "protocol/introduction.py",

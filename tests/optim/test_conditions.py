@@ -541,8 +541,7 @@ def test_newcomers_and_peers_that_missed_an_exchange_go_on_with_the_others():
             model, stream = make_model(), batches(3, 1000)
             put(model, torch.zeros(49))
             optimizer = DiLoCo(model, adamw(model), swarm, sync_every=2)
-            while not optimizer.rounds:
-                optimizer.welcome()
+            optimizer.join(timeout=60)
             there.wait()
             train(model, optimizer, [next(stream), next(stream)])
             assert optimizer.welcome() == 3

@@ -1,12 +1,14 @@
 """Swarms inside one process."""
 
 import threading
+import warnings
 
 import pytest
 import torch
 
 from optim import LocalSwarm
 from protocol.channels import ChannelSettings
+from protocol.collective import Window
 from protocol.errors import RequestTimeout, RoundAborted
 from protocol.standalone import join_collective
 
@@ -102,6 +104,89 @@ def test_what_does_not_fit_together_is_refused():
         swarm.run(lambda peer: peer.all_reduce(torch.ones(1 + swarm.peers.index(peer))))
     with pytest.raises(ValueError, match="1 names for 2 peers"):
         LocalSwarm(2, peer_ids=[swarm.peers[0].peer_id])
+
+
+@pytest.mark.parametrize("window", [None, Window()])
+def test_results_are_each_peers_own(window):
+    swarm, done = LocalSwarm(2), threading.Barrier(2)
+
+    def replica(peer):
+        index = swarm.peers.index(peer)
+        values, block = torch.full((3,), 2.0 * index), torch.full((3,), index, dtype=torch.uint8)
+        reduced = peer.all_reduce(values, window=window)
+        exchanged = peer.exchange(values)
+        gathered = peer.gather(block)
+        done.wait(60)
+        for one in (reduced.mean, exchanged.values, exchanged.ours, values, block):
+            one.fill_(7 + index)
+        for theirs in gathered.blocks.values():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is not to be written to
+                torch.frombuffer(theirs, dtype=torch.uint8).add_(7 + index)
+        done.wait(60)
+        changed = [torch.frombuffer(bytearray(block), dtype=torch.uint8).tolist() for block in gathered.blocks.values()]
+        return reduced.mean.tolist(), exchanged.values.tolist(), sorted(changed)
+
+    for index, result in enumerate(swarm.run(replica)):
+        assert result == ([7.0 + index] * 3, [7.0 + index] * 3, [[7 + index] * 3, [8 + index] * 3])
+
+
+def test_what_a_peer_changes_as_soon_as_it_has_a_result_others_still_get_as_it_was(monkeypatch):
+    swarm, changed = LocalSwarm(2), threading.Event()
+    meet = swarm.meet
+
+    def slow(peer, *arguments):
+        result = meet(peer, *arguments)
+        if peer == swarm.peers[1].peer_id:
+            assert changed.wait(60)
+        return result
+
+    monkeypatch.setattr(swarm, "meet", slow)
+    for operation in ("exchange", "gather"):
+        changed.clear()
+
+        def replica(peer, operation=operation):
+            values = torch.ones(3)
+            result = getattr(peer, operation)(values)
+            if peer is swarm.peers[0]:
+                values.zero_()
+                changed.set()
+            return result
+
+        _, late = swarm.run(replica)
+        theirs = late.values if operation == "exchange" else late.tensors(torch.float32)[swarm.peers[0].peer_id]
+        assert theirs.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_partner_of_values_that_are_not_finite_gets_nothing_from_them(codec):
+    swarm = LocalSwarm(2, codec=codec)
+    spoiled = torch.tensor([float("nan"), 1.0, 2.0])
+    values = dict(zip(swarm.peers, (spoiled, torch.full((3,), 2.0)), strict=True))
+    one, other = swarm.run(lambda peer: peer.exchange(values[peer]))
+    assert one.partner == swarm.peers[1].peer_id
+    assert one.values.tolist() == pytest.approx([2.0] * 3, rel=1e-4)
+    assert (one.weight, one.ours, one.counted) == (1.0, None, False)
+    assert other.partner == swarm.peers[0].peer_id
+    assert (other.values, other.ours, other.weight) == (None, None, 0.0)
+    assert "not finite" in other.problem
+    assert (one.bytes_sent, other.bytes_received) == (0, 0)
+    assert one.bytes_received == other.bytes_sent > 0
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "exchange"])
+def test_values_that_are_not_finite_with_what_was_left_out_do_not_count(operation):
+    swarm, largest = LocalSwarm(1, codec="int8"), torch.finfo(torch.float32).max
+    if operation == "exchange":
+        swarm = LocalSwarm(2, codec="int8")
+
+    def replica(peer):
+        getattr(peer, operation)(torch.tensor([largest, largest * 0.995]))  # a third of a step of int8 is left out
+        return getattr(peer, operation)(torch.tensor([largest, largest]))
+
+    for result in swarm.run(replica):
+        assert result.weights == (0.0,) * len(result.members)
+        assert not result.counted
 
 
 def test_patience_ends():

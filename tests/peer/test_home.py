@@ -1,3 +1,4 @@
+import contextlib
 import os
 import stat
 import subprocess
@@ -149,3 +150,22 @@ def test_atomic_writes_replace_or_leave_alone(tmp_path):
     with pytest.raises(OSError, match="directory"):
         write_atomically(tmp_path / "directory", b"three")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["directory", "file"]
+
+
+def test_children_that_were_forked_do_not_hold_the_lock(tmp_path, forked):
+    home = Home(tmp_path / "home")
+    with home.lock():
+        forked()
+        assert home.is_locked()
+        with pytest.raises(HomeInUse), Home(tmp_path / "home").lock():
+            pass
+    assert not home.is_locked()
+    with Home(tmp_path / "home").lock():
+        pass
+
+
+def test_a_child_that_leaves_the_block_leaves_the_lock_to_its_parent(tmp_path, forked):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Home(tmp_path / "home").lock())
+        forked(stack.close)
+        assert Home(tmp_path / "home").is_locked()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
@@ -152,6 +153,18 @@ def test_a_home_makes_it_the_same_peer_and_the_same_swarm_again(tmp_path):
         other.wait_for(2, timeout=30)
     with Swarm.found("another", home=tmp_path, **HERE) as founder:
         assert Ticket.parse(founder.ticket, 0).run_id != Ticket.parse(ticket, 0).run_id
+
+
+def test_a_program_whose_workers_live_on_can_begin_again(tmp_path, forked):
+    """As a cell of a notebook that was interrupted, and left the workers of its data behind."""
+    with Swarm.found("a test", home=tmp_path, **HERE) as founder, Swarm.join(founder.ticket, **HERE) as other:
+        other.wait_for(2, timeout=30)
+        (_, address) = first = Ticket.parse(founder.ticket, 0).bootstrap[0]
+        forked()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.host, address.port), timeout=60)
+    with Swarm.found("a test", home=tmp_path, **HERE) as founder:
+        assert Ticket.parse(founder.ticket, 0).bootstrap[0] == first
 
 
 def test_members_meet_through_a_helper(tmp_path):

@@ -286,3 +286,19 @@ async def test_what_is_known_about_the_way():
     assert state.sent >= 1
     for one in (stream, other, listener):
         await one.aclose()
+
+
+async def test_children_that_were_forked_keep_neither_connections_nor_ports(forked):
+    transport = TcpTransport()
+    listener = await transport.listen(Address("127.0.0.1", 0))
+    stream, other = await transport.dial(listener.address), await listener.accept()
+    forked()
+    await stream.send(b"x")
+    for one in (stream, listener):
+        await one.aclose()
+    buffer = memoryview(bytearray(2))
+    with trio.fail_after(60):
+        assert [await other.receive_into(buffer) for _ in range(2)] == [1, 0]
+    await other.aclose()
+    with pytest.raises(PeerUnreachable, match="refused"):
+        await transport.dial(listener.address)
