@@ -82,7 +82,7 @@ class Attempts:
             self.reducing = trio.current_time() - started
             self._pace = attempt.bytes_received / max(self.reducing, 1e-9)
 
-    async def swap(self, plan: Plan, values: torch.Tensor, encoded: memoryview, pairing: Pairing) -> Swap:
+    async def swap(self, plan: Plan, values: torch.Tensor, encoded: memoryview | None, pairing: Pairing) -> Swap:
         """Our side of a pair, when it is over, well or not."""
         endpoint, inbox, times = self._endpoint, self._inbox, self._times
         swap = Swap(plan, values, encoded, pairing, endpoint=endpoint, inbox=inbox, times=times)

@@ -136,9 +136,10 @@ class Exchanged(Outcome):
     partner: PeerId | None
     """Whom we were matched with; None for the odd one out."""
     values: torch.Tensor | None
-    """The partner's vector, 1-D, fp32. None if it did not come: there is no partner, or it was lost."""
+    """The partner's vector, 1-D, fp32. None if it did not come: there is no partner, or it was lost, or not finite."""
     ours: torch.Tensor | None
-    """Our vector as the partner has it, changed by a lossy codec: so both can compute the same. None as `values` is."""
+    """Our vector as the partner has it, changed by a lossy codec: so both can compute the same. None as `values` is,
+    or if it is not finite."""
     weight: float
     """The partner's weight; 0 without its vector."""
     problem: str

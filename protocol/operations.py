@@ -302,6 +302,7 @@ def exchanged_of(agreed: Reduced, swap: Swap, seconds: float) -> Exchanged:
         partner=swap.partner,
         values=swap.theirs,
         ours=swap.ours,
+        counted=swap.finite,
         weight=0.0 if swap.partner is None or swap.theirs is None else weights[swap.partner],
         problem=swap.problem,
     )

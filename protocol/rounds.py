@@ -303,22 +303,22 @@ class Rounds:
         """Takes part in the round that makes `revision`, in which the members are matched in pairs, and swap vectors.
 
         Args:
-            revision: As for `all_reduce`, as is the rest.
-            values: 1-D fp32 on the CPU, finite.
+            revision: As for `all_reduce`, as are values, digest, terms and the errors.
             weight: Told to the partner.
             pairing: Who belongs to whom; the same at all members.
-            digest: As for `all_reduce`, as are the terms.
 
         Returns:
-            The plan, without data, and what came of it for us.
-
-        Raises: As `all_reduce`, and NotFinite, which is a ValueError. A partner that is lost is no error.
+            The plan, without data, and what came of it for us. A partner that is lost is no error.
         """
-        encoded = await self._swapper.encode(values)
+        encoded: memoryview | None = None
+        try:
+            encoded = await self._swapper.encode(values)
+        except NotFinite:
+            weight = 0.0  # takes part all the same: the partner finds that it gets no numbers
         offer = self._offer("exchange", revision, len(values), weight, digest, terms)
         agreed = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
         swap = await self._carrying.swap(agreed.plan, values, encoded, pairing)
-        self._swapper.finished(counted=swap.theirs is not None)
+        self._swapper.finished(counted=swap.ours is not None)
         return agreed, swap
 
     def progress(self, revision: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Swap:
     Args:
         plan: What all members have agreed on; we are among them.
         values: Our vector; only read.
-        encoded: The same as the plan's codec writes it; not looked at for fp32.
+        encoded: The same as the plan's codec writes it; not looked at for fp32. None: it is not finite.
         pairing: Who belongs to whom; the same at all members.
     """
 
@@ -42,7 +42,7 @@ class Swap:
         self,
         plan: Plan,
         values: torch.Tensor,
-        encoded: memoryview,
+        encoded: memoryview | None,
         pairing: Pairing,
         *,
         endpoint: Endpoint,
@@ -55,14 +55,17 @@ class Swap:
         self.theirs: torch.Tensor | None = None
         """What the partner's bytes mean, complete; None if they did not come."""
         self.ours: torch.Tensor | None = None
-        """What our bytes mean, which the partner takes for our vector; None if `theirs` is."""
+        """What our bytes mean, which the partner takes for our vector; None if `theirs` is, or ours is not finite."""
         self.problem = ""
         """Why it did not."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self._values, self._endpoint, self._inbox, self._times = values, endpoint, inbox, times
-        self._codec = make_codec(plan.codec)
-        self._data = vector_bytes(values) if plan.codec == "fp32" else encoded
+        self._codec, self.finite = make_codec(plan.codec), encoded is not None
+        if encoded is None:
+            self._data = memoryview(b"\xff" * self._codec.encoded_size(plan.length))  # no number in any codec
+        else:
+            self._data = vector_bytes(values) if plan.codec == "fp32" else encoded
 
     async def run(self) -> None:
         """Swaps, and returns when both directions are done, or cannot be. Never raises but when cancelled."""
@@ -122,9 +125,9 @@ class Swap:
                 self.bytes_received += piece.nbytes
             await self._decode(data, theirs)
             ours = torch.empty_like(theirs) if lossy else self._values
-            if lossy:
+            if lossy and self.finite:
                 await self._decode(self._data, ours)
-            self.theirs, self.ours = theirs, ours
+            self.theirs, self.ours = theirs, ours if self.finite else None
         # Who closes the stream before the other one has finished takes the rest of its own vector back.
         with contextlib.suppress(StreamReset, RequestTimeout):
             await stream.receive(RingData, timeout=self._times.stall)

@@ -151,6 +151,22 @@ async def test_a_codec_makes_exchanges_shorter_and_both_hold_the_same_of_both(au
         await swarm.rest()
 
 
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "e3m0"])
+async def test_a_partner_without_numbers_is_none(autojump_clock, swarm_of, codec):
+    """It takes part without contributing, and its next exchange is as any other."""
+    async with swarm_of(2, codec=codec) as swarm:
+        sick, well = swarm.peers
+        numbers = torch.ones(5000)
+        values = {sick: torch.where(torch.arange(5000) == 4999, math.nan, numbers), well: numbers}
+        outcomes = await swarm.together(lambda peer: peer.collective.exchange(values[peer]))
+        assert outcomes[well].values is None and outcomes[well].weight == 0
+        assert "finite" in outcomes[well].problem or "scale" in outcomes[well].problem
+        assert not outcomes[sick].counted and outcomes[sick].ours is None
+        again = await swarm.together(lambda peer: peer.collective.exchange(numbers))
+        assert all(torch.equal(again[peer].values, again[peer].ours) for peer in swarm.peers)
+        await swarm.rest()
+
+
 async def test_pairs_change(autojump_clock, swarm_of):
     async with swarm_of(4) as swarm:
         partners = set()
