@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
@@ -17,6 +18,7 @@ from optim.slots import AllReduce, Finalizer, Layout, Memory, Mixed, Mixing
 from protocol.collective import Collective, Reduced
 from protocol.errors import ProtocolError, RoundAborted, SettingsError
 from protocol.identity import PeerId
+from protocol.vectors import vector_bytes
 
 _T = TypeVar("_T")
 _PATIENCE = timedelta(days=1)  # what an exchange of a large model over slow lines may take
@@ -47,6 +49,10 @@ class Link(Protocol):
         Raises:
             ShoalError: The exchange failed, or what came does not fit.
         """
+        ...
+
+    def digest(self, values: torch.Tensor) -> bytes:
+        """SHA-256 over the values of the whole model: the same for a peer of one process and for one of several."""
         ...
 
     def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
@@ -88,6 +94,9 @@ class Direct:
 
     def mean(self, values: torch.Tensor, weight: float) -> torch.Tensor | None:
         return carry_out(self._swarm, _mean(values, weight))
+
+    def digest(self, values: torch.Tensor) -> bytes:
+        return _digest(values)
 
     def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
         return _blocks(self._swarm, block, tag)
@@ -260,6 +269,10 @@ class _Shared:
             return None
         return self._handed_out(mean, values, whole)
 
+    def digest(self, values: torch.Tensor) -> bytes:
+        full = self._collected(values, select(self._flat.whole, range(len(self._flat.whole))))
+        return self._told(b"" if full is None else _digest(full))
+
     def gather(self, block: bytes, tag: str) -> Mapping[PeerId, bytes]:
         def gather(swarm: Collective) -> Mapping[PeerId, bytes]:
             return _blocks(swarm, block, tag)
@@ -395,6 +408,10 @@ def _mean(values: torch.Tensor, weight: float) -> Mixing[torch.Tensor | None]:
     if reduced.mean.shape != values.shape:
         raise ProtocolError(f"the swarm's mean has {len(reduced.mean)} values, not {len(values)}")
     return reduced.mean if reduced.contributors else None
+
+
+def _digest(values: torch.Tensor) -> bytes:
+    return hashlib.sha256(vector_bytes(values)).digest()
 
 
 def _blocks(swarm: Collective, block: bytes, tag: str) -> Mapping[PeerId, bytes]:

@@ -8,11 +8,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from optim.slots import Moment
-
-
-def _within_a_round(policy: FixedSteps, _attribute: attrs.Attribute[int], delay: int) -> None:
-    if not 0 <= delay <= policy.every:
-        raise ValueError(f"'delay' must be between 0 and the {policy.every} steps from one exchange to the next")
+from protocol.errors import SettingsError
 
 
 @attrs.frozen
@@ -25,11 +21,21 @@ class FixedSteps:
 
     H: int = attrs.field(validator=ge(1))
     fragments: int = attrs.field(default=1, validator=ge(1))
-    delay: int = attrs.field(default=0, validator=_within_a_round)
+    delay: int = attrs.field(default=0, validator=ge(0))
 
     def __attrs_post_init__(self) -> None:
         if self.H % self.fragments:
-            raise ValueError(f"{self.fragments} fragments cannot take turns evenly in {self.H} steps")
+            raise SettingsError(
+                f"{self.fragments} fragments cannot take turns evenly in {self.H} steps",
+                hint=f"use a multiple of {self.fragments} inner steps, or fewer fragments",
+            )
+        if self.delay > self.every:
+            turns = f" ({self.fragments} fragments take turns in {self.H})" if self.fragments > 1 else ""
+            raise SettingsError(
+                f"a delay of {self.delay} steps is longer than the {self.every} from one exchange to the next{turns}",
+                hint="a result is applied so long after its exchange began, before the next one begins: use a delay "
+                f"from 0 (wait for it) to {self.every}, more inner steps, or fewer fragments",
+            )
 
     @property
     def every(self) -> int:

@@ -7,10 +7,10 @@ import hashlib
 from torch import nn
 
 from optim.flat import FlatParameters
+from optim.machine import Machine, link_of
 from optim.recipe import GradientRecipe, Recipe
 from protocol.collective import Collective
 from protocol.errors import SettingsError
-from protocol.vectors import vector_bytes
 
 _DIFFERENCES = {
     "the recipes": "give all peers the same method with the same constants",
@@ -19,25 +19,25 @@ _DIFFERENCES = {
 }
 
 
-def check_start(model: nn.Module, swarm: Collective, method: Recipe | GradientRecipe) -> None:
-    """Compares what all peers begin with; to be called by all of them, before the first step.
+def check_start(model: nn.Module, swarm: Collective | Machine, method: Recipe | GradientRecipe) -> None:
+    """Compares what all peers begin with; to be called by all their processes, before the first step.
 
     Only differences from the outer parameters are exchanged, so different values at the beginning never heal; and
     tensors of equal size in another order are averaged without anybody noticing.
 
     Raises:
-        SettingsError: The peers differ; the message says in what. Or this process has only a part of the model.
+        SettingsError: The peers differ; the message says in what. Or this process has only a part of the model, and no
+            `Machine`.
         ShoalError: They could not be asked.
     """
     flat = FlatParameters(model)
-    if flat.slices != flat.whole:
-        raise SettingsError("the model is shared among several processes: none can compare all of its values")
-    layout = "\n".join(f"{place.name} {list(place.shape)}" for place in flat.slices)
-    texts = (repr(method).encode(), layout.encode(), vector_bytes(flat.read()))
-    ours = b"".join(hashlib.sha256(text).digest() for text in texts)
-    theirs = swarm.gather(ours, tag="start").blocks
+    link = link_of(swarm, flat)
+    layout = "\n".join(f"{place.name} {list(place.shape)}" for place in flat.whole)
+    texts = (repr(method), layout)
+    ours = b"".join(hashlib.sha256(text.encode()).digest() for text in texts) + link.digest(flat.read())
+    theirs = link.gather(ours, "start")
     for index, (what, hint) in enumerate(_DIFFERENCES.items()):
         part = slice(32 * index, 32 * index + 32)
-        others = [peer.short for peer, block in sorted(theirs.items()) if bytes(block[part]) != ours[part]]
+        others = [peer.short for peer, block in sorted(theirs.items()) if block[part] != ours[part]]
         if others:
             raise SettingsError(f"{what} of {', '.join(others)} are not ours", hint=hint)

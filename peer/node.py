@@ -26,8 +26,8 @@ from peer.history import History, Rules
 from peer.membership import Member, Membership
 from peer.pace import Speed, pace
 from peer.settings import Settings
-from peer.state import CommittedState
-from peer.sync import Donor, Partial, SyncFailed, fetch_history, fetch_state
+from peer.state import CommittedState, byte_length
+from peer.sync import HISTORY_RATE, Donor, Partial, SyncFailed, fetch_history, fetch_state
 from peer.trainer import Contribution, StepInfo, Trainer
 from protocol.collective import Outcome, Reduced
 from protocol.endpoint import Endpoint
@@ -91,6 +91,8 @@ class Node:
     _partial: Partial = attrs.field(factory=Partial, init=False)
     _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
     _speed: Speed = attrs.field(factory=Speed, init=False)
+    _outwaited: set[PeerId] = attrs.field(factory=set, init=False)
+    """Members that have fetched for too long for us to wait for them again, before they take part."""
 
     async def run(self, local: Checkpoint | None, *, founding: int | None) -> None:
         """Finds the state and trains to the last round, or until cancelled.
@@ -180,9 +182,11 @@ class Node:
             The state to go on from: the next one, one that others have, or the same if nothing came of the round; and
             whether we took part in making it.
         """
-        await self._stand_at(state, active=True)
-        revision = state.header.revision + 1
+        revision, behind = state.header.revision + 1, self._late and self.membership.ahead() is not None
+        await self._stand_at(state, active=not behind)
         await self.compute(self.trainer.start_round, state.outer, revision, self.membership.partners())
+        if behind and not self.trainer.is_ready(self.trainer.steps(revision, self._pace())):
+            await self._stand_at(state, active=True)  # not only the results of others are to come
         await self._inner_steps(revision)
         if self._late and (ahead := self.membership.ahead()) is not None:
             return await self._catch_up(state, ahead.peer), False  # first what others have made; then our part
@@ -191,6 +195,8 @@ class Node:
             reason = "our own update was not finite, so it does not count"
             self.events.emit("round_failed", round=revision, attempt=0, reason=reason)
         while True:
+            if self._late:
+                await self._until_accompanied(state)
             await self.membership.settled()
             better = await self._fetch_better(state)
             if better is not None:
@@ -226,6 +232,25 @@ class Node:
     def _late(self) -> bool:
         """Whether rounds go on without those who are late, so that nobody hurries, or gives up what is not done yet."""
         return self.trainer.recipe.late
+
+    async def _until_accompanied(self, state: CommittedState) -> None:
+        """Alone, waits for members that fetch something; for each a grace time, and what a slow line takes, at most.
+
+        Rounds that do not wait for those who are late may be quicker than a line can carry their results: whoever came
+        to a peer that goes on alone would never get in.
+        """
+        with trio.move_on_after(self.settings.round.grace + byte_length(state.outer) / HISTORY_RATE):
+            while fetching := self._fetching():
+                await self.membership.changes()
+            return
+        self._outwaited.update(fetching)
+
+    def _fetching(self) -> set[PeerId]:
+        """Who fetches something, if nobody takes part but us."""
+        others = self.membership.others
+        active = {member.peer for member in others if member.active}
+        self._outwaited.difference_update(active)
+        return set() if active else {member.peer for member in others} - self._outwaited
 
     def _claimants(self, revision: int) -> set[PeerId]:
         """The members that say that this round is over already, although we have not taken part in it."""
@@ -319,7 +344,7 @@ class Node:
         else:
             outer = await self.compute(self.trainer.commit, state.outer, outcome, revision)
         committed = await self.compute(_committed, state, outer, outcome, self.trainer.is_own(revision))
-        await self._stand_at(committed, active=True)
+        await self._stand_at(committed, active=not (fetched and self._late))
         self._partial.clear()  # nearly all of it has changed meanwhile
         self.events.emit(
             "round_committed",

@@ -162,6 +162,10 @@ class Trainer:
         self._stretch = self.schedule.steps(exchange) / max(1, self._steps)
         return self._steps
 
+    def is_ready(self, steps: int) -> bool:
+        """Whether so many inner steps are done since the last exchange began."""
+        return self._replica.local_steps >= steps
+
     def _position(self, revision: int) -> tuple[int, bool]:
         """Which exchange a revision comes of, counted from 1, and whether of its second operation."""
         exchange, second = divmod(revision - 1, self.schedule.operations)

@@ -66,7 +66,7 @@ from protocol.pieces import Piece
 FIRST_WINDOW = 1 << 20
 """Bytes that a bulk stream's window has at least, once somebody reads raw bytes from it, if the budget allows."""
 
-_INLINE = 4096  # data below this travels inside a frame record: copying it costs less than a record of its own
+_INLINE = 1 << 14  # data below this travels inside a frame record: copying it costs less than a record of its own
 _TURN = 4 * RECORD  # the most that a stream sends before it is another one's turn
 _MAX_URGENT = 1 << 17  # bytes of replies for a peer that asks but does not read
 _LAST_ID = 2**32 - 2

@@ -2,12 +2,13 @@
 
 A codec turns fp32 values into bytes and back. The encoding of a vector is the encodings of its blocks, one after the
 other, so a chunk that starts at a multiple of `block` is encoded and decoded by itself, and `encoded_size(start)` is
-also where it begins. A block with scales is the scale (fp32, little-endian, 0 if all is 0), then the codes:
+also where it begins. A block with scales is the scale (little-endian, 0 if all is 0), then the codes:
 
 - `fp32`: the values themselves. `bf16`: their upper 16 bits, rounded.
-- `int8`: q from -127 to 127, value q·scale; scale = largest magnitude / 127, rounded up to 16 significant bits.
-- `int4`: q from -7 to 7, two to a byte, the even element in the low half; scale accordingly.
-- `e3m0`: 8·sign + m in each half, value ±2^(m-7)·scale, or 0 for m = 0; scale = largest magnitude.
+- `int8`: q from -127 to 127, value q·scale; scale = largest magnitude / 127, as fp32 rounded up to 16 significant bits.
+- `int4`: q from -7 to 7, two to a byte, the even element in the low half; scale accordingly, with 8 bits, so that the
+  upper half of fp32 is enough.
+- `e3m0`: 8·sign + m in each half, value ±2^(m-7)·scale, or 0 for m = 0; scale = largest magnitude, as fp32.
 
 The step follows from the largest magnitude and not from a multiple of the standard deviation: nothing is cut off, and
 a maximum is the same in whatever order it is taken, which a sum of squares is not. Every other operation acts on single

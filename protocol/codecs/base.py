@@ -18,7 +18,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8] | torch.Te
 """A buffer: any object with contiguous bytes, or a 1-D uint8 tensor."""
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""Elements that share a scale, or a part of them."""
 
 PIECE = 1 << 18
 """Elements at a time. Their 1 MiB and as much scratch stay in the last cache between one operation and the next. Fewer

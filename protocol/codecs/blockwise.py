@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from protocol.codecs.base import BLOCK, LARGEST, PIECE, SMALLEST, Codec, chances, finite, fractions
 from protocol.errors import ProtocolError
 
-SCALE = 4  # bytes
-
 
 class _Scratch:
     """Memory for some blocks. Scales are there for PyTorch, and for NumPy, which is quicker with so few numbers."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, block: int) -> None:
         self._rows = rows
-        self.values = torch.empty(rows, BLOCK)
+        self.values = torch.empty(rows, block)
         self.peaks, self.scales, self.inverses = (np.ones((rows, 1), np.float32) for _ in range(3))
         self.peak_tensor, self.scale_tensor, self.inverse_tensor = map(
             torch.from_numpy, (self.peaks, self.scales, self.inverses)
@@ -36,9 +34,13 @@ class _Scratch:
 
 
 class _Blockwise(Codec):
-    """One scale for `BLOCK` elements; the last block may have fewer."""
+    """One scale for `block` elements; the last block may have fewer."""
 
     block = BLOCK
+    scale: ClassVar[int] = 4
+    """Bytes of a scale: as many of fp32's as there are, the upper ones."""
+    spare: ClassVar[int] = 0
+    """Low bits of fp32 that scales are rounded up to have none of."""
     bits: ClassVar[int]
     """Per code."""
     levels: ClassVar[int]
@@ -46,15 +48,15 @@ class _Blockwise(Codec):
 
     def __init__(self) -> None:
         super().__init__()
-        self._row = self.encoded_size(BLOCK)
-        self._scratch = _Scratch(PIECE // BLOCK)
-        self._last = torch.empty(3, 1, BLOCK)
+        self._row = self.encoded_size(self.block)
+        self._scratch = _Scratch(PIECE // self.block, self.block)
+        self._last = torch.empty(3, 1, self.block)
         self._last_row = np.empty((1, self._row), np.uint8)
         most = np.array([LARGEST / self.levels], np.float32)
-        self._most, self._least = _round_up(most)[0], np.float32(SMALLEST / self.levels)
+        self._most, self._least = _round_up(most, self.spare)[0], np.float32(SMALLEST / self.levels)
 
     def encoded_size(self, length: int) -> int:
-        return -(-length // BLOCK) * SCALE + -(-length * self.bits // 8)
+        return -(-length // self.block) * self.scale + -(-length * self.bits // 8)
 
     def _encode(
         self,
@@ -65,15 +67,15 @@ class _Blockwise(Codec):
         rest: torch.Tensor | None,
     ) -> None:
         length = values.numel()
-        whole = length // BLOCK * BLOCK
+        whole = length // self.block * self.block
         size = self.encoded_size(whole)
         if whole:
             self._encode_rows(
-                values[:whole].view(-1, BLOCK),
+                values[:whole].view(-1, self.block),
                 out[:size].reshape(-1, self._row),
                 chance,
-                None if meaning is None else meaning[:whole].view(-1, BLOCK),
-                None if rest is None else rest[:whole].view(-1, BLOCK),
+                None if meaning is None else meaning[:whole].view(-1, self.block),
+                None if rest is None else rest[:whole].view(-1, self.block),
             )
         if whole < length:
             last, meant, left = self._last.zero_()
@@ -100,25 +102,24 @@ class _Blockwise(Codec):
             values = values.clamp(-LARGEST, LARGEST)
             np.minimum(peaks, np.float32(LARGEST), out=peaks)
         np.divide(peaks, np.float32(self.levels), out=scales)
-        if self.levels > 1:
-            _round_up(scales)
+        _round_up(scales, self.spare)
         np.divide(np.float32(1), np.maximum(scales, self._least, out=inverses), out=inverses)
         if peaks.min() < SMALLEST:
             zero = peaks < SMALLEST
             scales[zero] = inverses[zero] = 0
-        _scales_in(out)[:] = scales
+        out[:, : self.scale] = _bytes_of(scales)[:, -self.scale :]
         quotients = torch.mul(values, scratch.inverse_tensor, out=scratch.values)
-        self._encode_codes(quotients, torch.from_numpy(out)[:, SCALE:], chance)
+        self._encode_codes(quotients, torch.from_numpy(out)[:, self.scale :], chance)
         if rest is not None:  # products are exact, so it does not matter whether they are rounded before they are added
             torch.addcmul(exact, quotients, scratch.scale_tensor, value=-1, out=rest)
         if meaning is not None:
             torch.mul(quotients, scratch.scale_tensor, out=meaning)
 
     def _decode(self, data: NDArray[np.uint8], into: torch.Tensor, factor: float = 1.0) -> None:
-        whole = into.numel() // BLOCK * BLOCK
+        whole = into.numel() // self.block * self.block
         size = self.encoded_size(whole)
         if whole:
-            self._decode_rows(data[:size].reshape(-1, self._row), into[:whole].view(-1, BLOCK), factor)
+            self._decode_rows(data[:size].reshape(-1, self._row), into[:whole].view(-1, self.block), factor)
         if whole < into.numel():
             self._last_row.fill(0)
             self._last_row[0, : data.size - size] = data[size:]
@@ -127,15 +128,21 @@ class _Blockwise(Codec):
 
     def _decode_rows(self, data: NDArray[np.uint8], into: torch.Tensor, factor: float) -> None:
         scratch = self._scratch.first(len(data))
-        self._decode_codes(data[:, SCALE:], into)
-        np.multiply(_scales_in(data), np.float32(factor), out=scratch.scales)
+        self._decode_codes(data[:, self.scale :], into)
+        np.multiply(self._scales_in(data), np.float32(factor), out=scratch.scales)
         into.mul_(scratch.scale_tensor)
 
     def _check(self, data: NDArray[np.uint8]) -> None:
         rows = data.size // self._row
-        self._check_scales(_scales_in(data[: rows * self._row].reshape(rows, self._row)))
+        self._check_scales(self._scales_in(data[: rows * self._row].reshape(rows, self._row)))
         if rows * self._row < data.size:
-            self._check_scales(_scales_in(data[np.newaxis, rows * self._row :]))
+            self._check_scales(self._scales_in(data[np.newaxis, rows * self._row :]))
+
+    def _scales_in(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """The scales at the beginning of encoded blocks, one per row."""
+        scales = np.zeros((len(rows), 1), np.float32)
+        _bytes_of(scales)[:, -self.scale :] = rows[:, : self.scale]
+        return scales
 
     def _check_scales(self, scales: NDArray[np.float32]) -> None:
         valid = (scales >= self._least) & (scales <= self._most) | (scales == 0)
@@ -163,6 +170,7 @@ class Int8(_Blockwise):
     name = "int8"
     bits = 8
     levels = 127
+    spare = 8
 
     def _encode_codes(self, quotients: torch.Tensor, out: torch.Tensor, chance: int | None) -> None:
         out.view(torch.int8).copy_(self._round(quotients, chance))
@@ -182,8 +190,8 @@ class _FourBit(_Blockwise):
         super().__init__()
         pairs = np.array([(low, high) for high in self.values for low in self.values], dtype=np.float32)
         self._pairs = pairs.view(np.uint64).ravel()
-        self._index = np.empty((PIECE // BLOCK, BLOCK // 2), dtype=np.intp)
-        self._codes = torch.empty(PIECE // BLOCK, BLOCK, dtype=torch.int32)
+        self._index = np.empty((PIECE // self.block, self.block // 2), dtype=np.intp)
+        self._codes = torch.empty(PIECE // self.block, self.block, dtype=torch.int32)
 
     def _decode_codes(self, data: NDArray[np.uint8], into: torch.Tensor) -> None:
         index = self._index[: len(data)]
@@ -200,6 +208,8 @@ class Int4(_FourBit):
     """Like `Int8`, in 15 steps. Without error feedback or stochastic rounding all that is below scale/2 is lost."""
 
     name = "int4"
+    scale = 2
+    spare = 16
     levels = 7
     values: ClassVar[list[float]] = [*range(8), *range(-8, 0)]
 
@@ -217,6 +227,7 @@ class E3M0(_FourBit):
     """
 
     name = "e3m0"
+    block = 4 * BLOCK  # codes reach over six octaves: an outlier hides less than with equal steps
     levels = 1
     values: ClassVar[list[float]] = [
         sign * magnitude for sign in (1, -1) for magnitude in (0.0, *(2.0**m for m in range(-6, 1)))
@@ -241,17 +252,17 @@ class E3M0(_FourBit):
         self._decode_codes(out.numpy(), quotients)
 
 
-def _scales_in(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The scales at the beginning of encoded blocks, where they are; one per row."""
-    return rows[:, :SCALE].view(np.float32)
+def _bytes_of(scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """The bytes of each, where they are, in rows; the upper ones are the last."""
+    return scales.view(np.uint8)
 
 
-def _round_up(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """In place: positive values to 16 significant bits. The product with a code of 7 bits is then exact.
+def _round_up(values: NDArray[np.float32], spare: int) -> NDArray[np.float32]:
+    """In place: positive values to so many bits fewer. The product with a code of 7 bits is exact if these are 8.
 
-    A quotient that was rounded down to just 16 bits would come out too small. There is none: for a divisor 2^k - 1
-    the next greater dividend is more than half a unit in the last place of the quotient away.
+    A quotient that was rounded down to just the bits that are left would come out too small. There is none: for a
+    divisor 2^k - 1 the next greater dividend is more than half a unit in the last place of the quotient away.
     """
-    bits = values.view(np.int32)
-    np.bitwise_and(np.add(bits, 0xFF, out=bits), -0x100, out=bits)
+    bits, mask = values.view(np.int32), (1 << spare) - 1
+    np.bitwise_and(np.add(bits, mask, out=bits), ~mask, out=bits)
     return values

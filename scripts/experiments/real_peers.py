@@ -33,7 +33,7 @@ from scripts.experiments.methods import ROWS, Life, every_step, replica
 from scripts.experiments.table import Line, Table, command
 from scripts.experiments.task import Task
 
-CHOSEN = ("diloco-50", "diloco-50 e3m0", "streaming-48", "streaming-48 e3m0", "noloco-25")
+CHOSEN = ("sync", "diloco-50", "diloco-50 e3m0", "streaming-48", "streaming-48 e3m0", "noloco-25")
 FIELDS = ("row", "seed", "loss", "local loss", "same bits", "bytes", "payload", "reduction", "seconds")
 
 

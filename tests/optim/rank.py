@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from optim import GradientOptimizer, LowCommunicationOptimizer, Machine, gradient_recipe, recipe
+from optim import GradientOptimizer, LowCommunicationOptimizer, Machine, check_start, gradient_recipe, recipe
 from optim.flat import unwrapped
 from optim.methods import GRADIENT_RECIPES
 from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
@@ -185,6 +185,24 @@ def fail(swarm):
     assert optimizer.rounds == 1
     assert swarm is not None or text == "the exchange of this machine failed: all are gone"
     return text
+
+
+def start(spec, machine):
+    """Compares what the machines begin with: they are alike, then one process of one machine has other values."""
+    model, method = prepared(spec["kind"]), recipe("diloco")
+    check_start(model, machine, method)
+    if spec["seed"] == 1 and spec["rank"] == 1:
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.to_local().numel()).to_local().add_(1e-6)
+    texts = []
+    for swarm in (machine, machine.swarm):
+        try:
+            check_start(model, swarm, method)
+        except SettingsError as error:
+            texts.append(f"{error} {error.hint}")
+    if machine.first:
+        machine.swarm.barrier(tag="told")  # nobody leaves whom another still asks
+    return texts
 
 
 def refuse(spec, machine):

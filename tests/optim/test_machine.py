@@ -186,6 +186,16 @@ def test_a_machine_comes_later(machines):
 
 
 @pytest.mark.processes
+def test_machines_compare_what_they_begin_with(machines):
+    for index in range(2):
+        machines.start(index, "start")
+    for index in range(2):
+        different, alone = machines.result(index)
+        assert "the values of" in different and "load the same checkpoint" in different
+        assert "shared among several processes" in alone and "Machine(swarm)" in alone
+
+
+@pytest.mark.processes
 def test_what_cannot_work_is_refused(machines):
     machines.start(0, "refuse", machines=1, methods=[("co2", {}), ("fedsam", {}), ("lion", {})])
     norm, sam, unwrapped, other, failed, nobody = machines.result(0)

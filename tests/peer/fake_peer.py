@@ -19,6 +19,7 @@ import tomllib
 from pathlib import Path
 
 REDUCE = 0.3  # seconds: long for an orchestrator that looks every 20 ms
+DEADLY = 3  # the round whose reduce lasts until somebody is killed: on a busy machine, nobody may look for seconds
 LOOK = 0.005
 
 
@@ -34,12 +35,16 @@ class Daemon:
             file.write(json.dumps({"t": time.time(), "peer": self.peer, "event": event, **fields}) + "\n")
 
     def follow(self, swarm, rounds):
-        """Lives through the rounds that the founder conducts."""
+        """Lives through the rounds that the founder conducts. Who comes later first fetches the state."""
         if self.mode == "quick" and self.name == "peer-3":
             self.tell("synced", round=rounds, digest=f"digest-{rounds}", seconds=0.1, bytes=4000)
             signal.pause()  # it lingers
-        (swarm / "members" / self.peer).write_text(str(os.getpid()))
         number = len(list(swarm.glob("step-*")))
+        past = [json.loads((swarm / f"step-{index}").read_text()) for index in range(number)]
+        if done := [step["round"] for step in past if step["kind"] == "commit"]:
+            self.revision = done[-1]
+            self.tell("synced", round=self.revision, digest=f"digest-{self.revision}", seconds=0.1, bytes=4000)
+        (swarm / "members" / self.peer).write_text(str(os.getpid()))
         while self.revision < rounds:
             path = swarm / f"step-{number}"
             if path.exists():
@@ -54,20 +59,17 @@ class Daemon:
         if self.mode == "diverge" and self.name == "peer-1" and step["round"] == rounds:
             digest = "digest-of-another-branch"
         about = {name: step[name] for name in ("round", "attempt", "members")}
-        if step["kind"] == "commit" and self.revision == 0 and step["round"] > 1:
-            self.tell("synced", round=step["round"], digest=digest, seconds=0.1, bytes=4000)
-        elif self.peer not in step["members"]:
+        if self.peer not in step["members"]:
             return
-        elif step["kind"] == "plan":
+        if step["kind"] == "plan":
             speed = {"tokens": 2048, "tokens_per_second": 1000.0}
             self.tell("inner", step=step["round"] * 10, loss=5 / step["round"], **speed)
             self.tell("round_started", **about)
             return
-        else:
-            sent = {"seconds": REDUCE, "bytes_sent": 6000, "bytes_received": 6000, "weight": 1.0}
-            self.tell("round_committed", contributors=step["members"], digest=digest, **about, **sent)
-            loss = 5.5 if self.mode == "flat" else 5.5 / (1 + step["round"])
-            self.tell("validation", round=step["round"], loss=loss)
+        sent = {"seconds": REDUCE, "bytes_sent": 6000, "bytes_received": 6000, "weight": 1.0}
+        self.tell("round_committed", contributors=step["members"], digest=digest, **about, **sent)
+        loss = 5.5 if self.mode == "flat" else 5.5 / (1 + step["round"])
+        self.tell("validation", round=step["round"], loss=loss)
         self.revision = step["round"]
         if self.mode == "early" and self.name == "peer-1" and self.revision == 2:
             sys.exit(0)
@@ -101,11 +103,13 @@ def conduct(swarm, rounds, peers):
     while len(members()) < peers:
         time.sleep(LOOK)
     for round_ in range(1, rounds + 1):
-        while round_ == rounds and not (swarm / "members" / "id-newcomer").exists():
+        while round_ == rounds and "id-newcomer" not in members():
             time.sleep(LOOK)  # so that it always gets its share
         attempt, now = 1, members()
         publish(kind="plan", round=round_, attempt=attempt, members=now)
         time.sleep(REDUCE)
+        while round_ == DEADLY and len(members()) == peers:
+            time.sleep(LOOK)
         while now != (left := [peer for peer in now if peer in members()]):
             attempt, now = attempt + 1, left
             publish(kind="plan", round=round_, attempt=attempt, members=now)

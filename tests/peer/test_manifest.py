@@ -172,9 +172,15 @@ def test_any_value_is_taken_or_refused_by_name(key, value):
         (
             '[algorithm]\nname = "streaming"\ninner_steps = 9\nfragments = 2',
             "algorithm.inner_steps = 9: 2 fragments cannot take turns evenly in 9 steps",
-            None,
+            "use a multiple of 2 inner steps, or fewer fragments",
         ),
-        ('[algorithm]\nname = "streaming"\ndelay = 51', "algorithm.delay = 51: must be between 0 and", None),
+        (
+            '[algorithm]\nname = "streaming"\ndelay = 51',
+            "algorithm.delay = 51: a delay of 51 steps is longer than the 50 from one exchange to the next "
+            "(2 fragments take turns in 100)",
+            "a result is applied so long after its exchange began, before the next one begins: use a delay",
+        ),
+        ('[algorithm]\nname = "streaming"\ndelay = -1', "algorithm.delay = -1: must be >= 0", None),
         ('[algorithm]\nname = "fedopt"\nrule = "sgd"', 'algorithm.rule = "sgd": must be "adam" or "yogi"', None),
         ('[algorithm]\nname = "noloco"\nalpha = 0.9', "algorithm.alpha = 0.9: must be <= 0.6", None),
         (

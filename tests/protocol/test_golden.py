@@ -411,11 +411,11 @@ def test_a_conversation():
     assert [bytes(record) for record in bob.take(1 << 20, 1 << 20).records] == [
         golden("08 00 0008 00000000 3132333435363738  04 00 0004 00000001 000f0000")
     ]
-    alice.write(stream, bytes(5000))
+    alice.write(stream, bytes(20_000))
     alice.finish(stream)
     assert [bytes(record) for record in alice.take(1 << 20, 1 << 20).records] == [
-        golden("03 01 0004 00000001 00001388"),
-        bytes(5000),
+        golden("03 01 0004 00000001 00004e20"),
+        bytes(20_000),
     ]
     alice.finish(alice.open(bulk=True, one_way=True))
     assert [bytes(record) for record in alice.take(1 << 20, 1 << 20).records] == [

@@ -416,7 +416,7 @@ class Conversation(RuleBasedStateMachine):
     def some(self, side):
         return bool(self.streams[side])
 
-    @rule(data=st.data(), side=st.integers(0, 1), size=st.sampled_from([0, 1, 100, 4095, 4096, 70_000, 300_000]))
+    @rule(data=st.data(), side=st.integers(0, 1), size=st.sampled_from([0, 1, 100, 16_383, 16_384, 70_000, 300_000]))
     def write(self, data, side, size):
         if not self.some(side):
             return
