@@ -214,6 +214,11 @@ class Stream:
         return 0 if self.raw.wanted is None else self._expected - len(self.raw.wanted)
 
     @property
+    def retired(self) -> bool:
+        """Whether the connection was replaced by another one, which new streams take."""
+        return self._mux.retired
+
+    @property
     def withheld(self) -> bool:
         """Whether the peer can send nothing, because we have not let it."""
         return self.raw.allowance <= 0

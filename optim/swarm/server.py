@@ -21,7 +21,7 @@ import torch
 from optim.flat import FlatParameters
 from optim.swarm.arrivals import Arrivals, Arrived, Bounds, Ticket
 from optim.swarm.ledger import Ledger
-from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
+from optim.swarm.messages import Answer, Kind, Request, Withdraw, Withdrawn
 from optim.swarm.payloads import Encoding, Packer, Payload
 from optim.swarm.stages import Stage
 from optim.swarm.state import StageState, inner_state, restore_inner
@@ -131,11 +131,16 @@ class StageServer:
         counted = message.step < self.step or (message.step == self.step and self._has(message.number))
         return Withdrawn(step=message.step, number=message.number, counted=counted, attempt=self.attempt)
 
-    def take(self, now: float) -> Batch | None:
-        """The next batch to compute, if there is one. It has to be finished before there is another."""
+    def take(self, now: float, most: Mapping[Kind, float] | None = None) -> Batch | None:
+        """The next batch to compute, if there is one. It has to be finished before there is another.
+
+        Args:
+            now: Seconds.
+            most: Samples that are computed at once, by kind, where that is less than the bounds say.
+        """
         if self._working is not None:
             raise RuntimeError("a batch is being computed")
-        arrived = self.arrivals.take(now, self._form)
+        arrived = self.arrivals.take(now, self._form, most)
         if not arrived:
             return None
         self._working = Batch(tuple(arrived), self._is_new(arrived[0].request))
