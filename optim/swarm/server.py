@@ -27,6 +27,7 @@ from optim.swarm.stages import Stage
 from optim.swarm.state import StageState, inner_state, restore_inner
 from protocol.codecs import NotFinite
 from protocol.errors import ProtocolError, RequestRefused
+from protocol.vectors import all_finite
 
 Phase = Literal["open", "frozen", "settled"]
 
@@ -329,7 +330,7 @@ class StageServer:
             raise ProtocolError(f"what was sent does not fit the stage: {error}") from error
         if gradient is not None and gradient.shape != outputs.shape:
             raise ProtocolError(f"a gradient of shape {list(gradient.shape)} for outputs of {list(outputs.shape)}")
-        if not torch.isfinite(outputs).all():
+        if not all_finite(outputs):
             return None
         values, losses = (None, outputs) if backward and self.stage.is_last else (outputs, None)
         gradients: list[torch.Tensor | None] = []
@@ -337,7 +338,7 @@ class StageServer:
             wanted = [inputs] * wants_inputs + self._parameters * counts
             weights = torch.ones_like(outputs) if gradient is None else gradient.to(outputs)
             found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True) if wanted else ()
-            if not all(each is None or bool(torch.isfinite(each).all()) for each in found):
+            if not all(each is None or all_finite(each) for each in found):
                 return None
             values, gradients = (found[0] if wants_inputs else None), list(found[wants_inputs:])
         try:

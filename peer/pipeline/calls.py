@@ -13,6 +13,7 @@ import trio
 
 from optim.swarm.messages import Answer, Request
 from peer.pipeline.messages import Ask, ask_of, receive_answer, send_payloads
+from peer.pipeline.transfer import LARGE
 from protocol.endpoint import Endpoint
 from protocol.errors import PeerGone, StreamReset
 from protocol.identity import PeerId
@@ -61,6 +62,7 @@ class Calls:
                 return await self._converse(key, used.stream, used.closing, request, ask)
         closing = AsyncExitStack()
         stream = await closing.enter_async_context(self._endpoint.open(peer, ask, bulk=True))
+        stream.expect(LARGE)
         return await self._converse(key, stream, closing, request)
 
     async def aclose(self) -> None:

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,7 +63,7 @@ WARM_UP = 2  # steps
 POLL = 0.02  # seconds between looks at the event files
 HANG = 200.0  # seconds after which something is wrong
 SAME = 0.01  # by which losses may differ: sums are in another order
-FIRST = ("sh", "-c", 'echo -10 > /proc/self/autogroup; exec "$@"', "sh")
+FIRST = ("sh", "-c", 'echo -19 > /proc/self/autogroup; exec "$@"', "sh")
 """Runs a command before what else is done here, where niceness only counts within a session."""
 
 
@@ -103,7 +105,7 @@ class Measured:
     """A few steps."""
 
     seconds: float
-    """Of a step, on average."""
+    """Of a step, the median."""
     losses: list[float]
     """Of each step from the first."""
 
@@ -124,7 +126,7 @@ def ours(hosts: Sequence[Host], manifest: Path, steps: int) -> Measured:
             last = WARM_UP + steps - 1
             _until(children, lambda: all(last in _made(child) for child in children), began)
             made = _made(founder)
-            return Measured((made[last] - made[WARM_UP - 1]) / steps, _losses(children, last + 1))
+            return Measured(_median([made[step] for step in range(last + 1)]), _losses(children, last + 1))
         finally:
             for child in children:
                 child.kill()
@@ -181,14 +183,14 @@ def rival(hosts: Sequence[Host], manifest: Path, steps: int) -> Measured:
                 work = ["--work", str(rank), f"{directory}/meeting", str(manifest), str(WARM_UP + steps)]
                 python = (*FIRST, "env", "GLOO_SOCKET_IFNAME=eth0", sys.executable)
                 command = host.namespace.command(*python, __file__, *work)
-                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
             said = [process.communicate(timeout=HANG)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()
     ends, _ = json.loads(said[0])
     _, losses = json.loads(said[-1])
-    return Measured((ends[-1] - ends[WARM_UP - 1]) / steps, losses[:-1])
+    return Measured(_median(ends), losses[:-1])
 
 
 class Stage:
@@ -320,6 +322,11 @@ def measure(work: Work, rtts: Sequence[float], rate: float, steps: int) -> Itera
             yield row(f"{case}: tokens of {name}", speed, at_first, "1/s", goal, f"at {rtts[0]:g} ms")
             trips = 1e3 * (each.seconds - start.seconds) / rtt
             print(f"{case}: a step of {name} takes {each.seconds:.2f} s, {trips:.1f} round trips more")
+
+
+def _median(ends: Sequence[float]) -> float:
+    """Of the seconds that steps took, those to warm up left out."""
+    return statistics.median(end - begin for begin, end in itertools.pairwise(ends[WARM_UP - 1 :]))
 
 
 def _check(one: Measured, other: Measured) -> None:
