@@ -9,11 +9,11 @@ import trio
 
 from optim.swarm.messages import Request
 from optim.swarm.payloads import Packer
-from optim.swarm.server import StageServer
+from optim.swarm.server import Batch, StageServer
 from optim.swarm.stages import cut, sequential
 from peer.pipeline.calls import IDLE, Calls
 from peer.pipeline.messages import FetchTied, ask_of, receive_answer, send_payloads, stage_run
-from peer.pipeline.service import StageService
+from peer.pipeline.service import LONGEST_BATCH, StageService
 from peer.pipeline.transfer import fetch_tensors
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
@@ -42,6 +42,7 @@ class Pair:
     def __init__(self, nursery):
         network = MemoryNetwork(latency=LATENCY)
         self.nursery, self.run = nursery, stage_run(RUN, 0)
+        self.seconds, self.batches = 0.0, []  # of a request, and how many were computed together
         self.endpoints = [
             Endpoint(
                 Identity.from_seed(bytes([number] * 32)), network.transport(f"host{number}"), rng=random.Random(number)
@@ -79,6 +80,9 @@ class Pair:
         await self.nursery.start(run)
 
     async def compute(self, function, *arguments):
+        if arguments and isinstance(arguments[0], Batch):
+            self.batches.append(len(arguments[0].requests))
+            await trio.sleep(self.seconds * self.batches[-1])
         await trio.lowlevel.checkpoint()
         return function(*arguments)
 
@@ -154,6 +158,14 @@ async def test_large_tensors_come_with_the_answer_that_tells_of_them(autojump_cl
     step, data = await fetch_tensors(trainer, server.peer_id, FetchTied(pair.run, 0))
     assert (step, len(data) > 4 * LENGTH) == (0, True)
     assert trio.current_time() - began == ROUND_TRIP
+
+
+async def test_requests_are_computed_together_as_long_as_that_takes_no_time_to_speak_of(autojump_clock, pair):
+    pair.seconds = LONGEST_BATCH / 3.5
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(pair.service.ask, request(number))
+    assert pair.batches == [1, 3, 3, 1]  # of the first one nothing is known
 
 
 async def test_a_stream_stays_with_its_stage(autojump_clock, pair):
