@@ -192,8 +192,7 @@ class Stream:
             if not view.nbytes:
                 await trio.lowlevel.checkpoint()
                 return
-            self._mux.widen(self.raw, view.nbytes)
-            self._connection.kick()
+            self.expect(view.nbytes)
             raw = self.raw
             raw.wanted = view.cast("B")
             self._expected = view.nbytes
@@ -208,10 +207,23 @@ class Stream:
                 if 0 < missing < view.nbytes:
                     self.reset()
 
+    def expect(self, count: int) -> None:
+        """Lets the other side send so many raw bytes, if memory allows, before `receive_into` is called for them.
+
+        They come sooner by a round trip then: after a message that says how many there are, for example.
+        """
+        self._mux.widen(self.raw, count)
+        self._connection.kick()
+
     @property
     def arrived(self) -> int:
         """Bytes that have come of those that the running `receive_into` waits for; 0 if there is none."""
         return 0 if self.raw.wanted is None else self._expected - len(self.raw.wanted)
+
+    @property
+    def retired(self) -> bool:
+        """Whether the connection was replaced by another one, which new streams take."""
+        return self._mux.retired
 
     @property
     def withheld(self) -> bool:
@@ -227,8 +239,7 @@ class Stream:
         with self._exclusive("receive"):
             if self._size is not None or self._partial:
                 raise RuntimeError("a message has been received in part: its receive has to be completed first")
-            self._mux.widen(self.raw, INITIAL_WINDOW)
-            self._connection.kick()
+            self.expect(INITIAL_WINDOW)
             try:
                 await self._until_readable(lambda: False)
             except StreamEnded:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Mapping
 
 import attrs
 
-from optim.swarm.messages import Request
+from optim.swarm.messages import Kind, Request
 from protocol.errors import Overloaded
 
 Ticket = Hashable
@@ -60,20 +61,25 @@ class Arrivals:
         self._waiting.append(Arrived(ticket, request, now + request.patience))
         self._size += request.size
 
-    def take(self, now: float, form: Callable[[Request], Hashable | None]) -> list[Arrived]:
+    def take(
+        self, now: float, form: Callable[[Request], Hashable | None], most: Mapping[Kind, float] | None = None
+    ) -> list[Arrived]:
         """The next batch: the first request that may begin, and those that can be computed together with it.
 
         Args:
             now: What is late by then is passed over; see `expired`.
             form: What has to be equal for requests that are computed together; None for those that have to wait.
+            most: Samples that are computed at once, by kind, where that is less than the bounds say.
         """
+        most = most or {}
         batch: list[Arrived] = []
         first, samples = None, 0
         for each in self._waiting:
             request, its_form = each.request, form(each.request)
             if each.deadline < now or its_form is None:
                 continue
-            if batch and (its_form != first or samples + request.samples > self._bounds.batch):
+            limit = min(self._bounds.batch, most.get(request.kind, math.inf))
+            if batch and (its_form != first or samples + request.samples > limit):
                 continue
             if any(request.number == other.request.number for other in batch):
                 continue

@@ -21,12 +21,13 @@ import torch
 from optim.flat import FlatParameters
 from optim.swarm.arrivals import Arrivals, Arrived, Bounds, Ticket
 from optim.swarm.ledger import Ledger
-from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
+from optim.swarm.messages import Answer, Kind, Request, Withdraw, Withdrawn
 from optim.swarm.payloads import Encoding, Packer, Payload
 from optim.swarm.stages import Stage
 from optim.swarm.state import Form, StageState, inner_kinds, inner_state, restore_inner
 from protocol.codecs import NotFinite
 from protocol.errors import ProtocolError, RequestRefused
+from protocol.vectors import all_finite
 
 Phase = Literal["open", "frozen", "settled"]
 
@@ -133,11 +134,16 @@ class StageServer:
         counted = message.step < self.step or (message.step == self.step and self._has(message.number))
         return Withdrawn(step=message.step, number=message.number, counted=counted, attempt=self.attempt)
 
-    def take(self, now: float) -> Batch | None:
-        """The next batch to compute, if there is one. It has to be finished before there is another."""
+    def take(self, now: float, most: Mapping[Kind, float] | None = None) -> Batch | None:
+        """The next batch to compute, if there is one. It has to be finished before there is another.
+
+        Args:
+            now: Seconds.
+            most: Samples that are computed at once, by kind, where that is less than the bounds say.
+        """
         if self._working is not None:
             raise RuntimeError("a batch is being computed")
-        arrived = self.arrivals.take(now, self._form)
+        arrived = self.arrivals.take(now, self._form, most)
         if not arrived:
             return None
         self._working = Batch(tuple(arrived), self._is_new(arrived[0].request))
@@ -326,7 +332,7 @@ class StageServer:
             raise ProtocolError(f"what was sent does not fit the stage: {error}") from error
         if gradient is not None and gradient.shape != outputs.shape:
             raise ProtocolError(f"a gradient of shape {list(gradient.shape)} for outputs of {list(outputs.shape)}")
-        if not torch.isfinite(outputs).all():
+        if not all_finite(outputs):
             return None
         values, losses = (None, outputs) if backward and self.stage.is_last else (outputs, None)
         gradients: list[torch.Tensor | None] = []
@@ -334,7 +340,7 @@ class StageServer:
             wanted = [inputs] * wants_inputs + self._parameters * counts
             weights = torch.ones_like(outputs) if gradient is None else gradient.to(outputs)
             found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True) if wanted else ()
-            if not all(each is None or bool(torch.isfinite(each).all()) for each in found):
+            if not all(each is None or all_finite(each) for each in found):
                 return None
             values, gradients = (found[0] if wants_inputs else None), list(found[wants_inputs:])
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from random import Random
 
 import trio
@@ -12,14 +13,12 @@ import trio
 from optim.swarm.messages import Answer, Withdraw, Withdrawn
 from optim.swarm.payloads import Packer
 from optim.swarm.trainer import PipelineTrainer, Sample, Send, Settings
+from peer.pipeline.calls import Calls
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import (
     Sizes,
     WithdrawReply,
     WithdrawRequest,
-    ask_of,
-    receive_answer,
-    send_payloads,
     stage_run,
     withdrawn_of,
 )
@@ -67,7 +66,8 @@ class Driver:
         self.trainer = PipelineTrainer(stages, rng, settings)
         self._endpoint, self._crew, self._sample, self._on_losses = endpoint, crew, sample, on_losses
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
-        self._microbatches, self._local, self._sizes = microbatches, local, sizes
+        self._calls = Calls(endpoint, sizes)
+        self._microbatches, self._local = microbatches, local
         self._told: dict[tuple[int, PeerId], int] = {}  # failed settlements of the step, by stage and who tells
         self._bereft: set[int] = set()  # stages that have lost a server in this step
         self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
@@ -75,7 +75,7 @@ class Driver:
 
     async def run(self) -> None:
         """Leads microbatches until cancelled."""
-        async with trio.open_nursery() as nursery:
+        async with aclosing(self._calls), trio.open_nursery() as nursery:
             nursery.start_soon(self._follow)
             while True:
                 kicked = self._kicked
@@ -181,10 +181,7 @@ class Driver:
         if own is not None:
             return await own.ask(message)
         with trio.move_on_after(message.patience + GRACE):
-            async with self._endpoint.open(send.peer, ask_of(run, message), bulk=True) as stream:
-                await send_payloads(stream, message.inputs, message.targets, message.gradient)
-                await stream.finish()
-                return await receive_answer(stream, self._sizes)
+            return await self._calls.ask(send.peer, run, message)
         raise RequestTimeout(f"{send.peer.short} has not answered within {message.patience + GRACE:g} s")
 
 

@@ -11,7 +11,7 @@ import attrs
 import torch
 import trio
 
-from optim.swarm.messages import Answer, Request, Withdraw
+from optim.swarm.messages import Answer, Kind, Request, Withdraw
 from optim.swarm.server import Batch, StageServer
 from optim.swarm.state import StageState
 from optim.swarm.trainer import WORK
@@ -37,6 +37,12 @@ from protocol.stream import Stream
 
 RATE_SMOOTHING = 0.2
 """How much the newest batch counts in the measured rate."""
+
+LONGEST_BATCH = 0.1
+"""Seconds that a batch takes at most, about, if it has more than one request: the next stage waits for all of it."""
+
+IDLE = 60.0
+"""Seconds after which a stream on which nothing is asked any more is given up."""
 
 TIED_STEPS = 2
 """Steps for which the gradients of what several stages use are kept for other stages."""
@@ -108,6 +114,7 @@ class StageService:
         self._dumping = trio.Lock()
         self._restored = 0
         self._fetching = 0  # who is being sent a state
+        self._ended = False
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Computes what is asked for, in batches, until cancelled; who waits then is refused."""
@@ -126,15 +133,16 @@ class StageService:
                     for each in waiting.expired(trio.current_time()):
                         _waiting(each.ticket).fail(RequestRefused("it has waited too long", code="late"))
                     async with self._lock:
-                        batch = self.server.take(trio.current_time())
+                        batch = self.server.take(trio.current_time(), self._most())
                         if batch is not None:
                             await self._work(batch)
                     if batch is None:
                         with trio.move_on_after(1.0 if len(waiting) else math.inf):
                             await arrived.wait()
         finally:
+            self._ended = True
             for each in waiting.expired(math.inf):
-                _waiting(each.ticket).fail(RequestRefused("this peer does not serve the stage any more", code="gone"))
+                _waiting(each.ticket).fail(_gone())
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[StageServer]:
@@ -197,13 +205,22 @@ class StageService:
             rate = work / sum(WORK.values()) / seconds  # a sample takes each kind once
             self.rate = rate if not self.rate else self.rate + RATE_SMOOTHING * (rate - self.rate)
 
+    def _most(self) -> dict[Kind, float]:
+        """Samples that are computed at once, by kind: before anything is measured, a single request."""
+        work = LONGEST_BATCH * self.rate * sum(WORK.values())
+        return {kind: work / each for kind, each in WORK.items() if each}
+
     def _check(self, stream: Stream) -> None:
         if not self._admits(stream.peer):
             raise RequestRefused("stages are for members: say hello first", code="not_a_member")
 
     async def _on_ask(self, ask: Ask, stream: Stream) -> None:
-        self._check(stream)
-        await send_answer(stream, await self.ask(await receive_request(stream, ask, self._sizes)))
+        while True:  # a trainer uses its streams again and again
+            self._check(stream)
+            if ask.run != self._run:
+                raise RequestRefused("this stream is for requests to another stage", code="unknown_run")
+            await send_answer(stream, await self.ask(await receive_request(stream, ask, self._sizes)))
+            ask = await stream.receive(Ask, timeout=IDLE)
 
     async def ask(self, request: Request) -> Answer:
         """Does what a trainer asks for.
@@ -211,6 +228,8 @@ class StageService:
         Raises:
             ShoalError: Nothing comes of it.
         """
+        if self._ended:
+            raise _gone()
         waiting = _Waiting()
         self.server.submit(waiting, request, trio.current_time())
         self.wake()
@@ -263,6 +282,10 @@ async def send_tensors(stream: Stream, step: int, data: bytes, courtesy: Courtes
     await stream.send(TensorsReply(step, len(data)))
     await courtesy.send(stream, data)
     await stream.finish()
+
+
+def _gone() -> RequestRefused:
+    return RequestRefused("this peer does not serve the stage any more", code="gone")
 
 
 def _waiting(ticket: object) -> _Waiting:

@@ -15,6 +15,9 @@ PATIENCE = 10.0
 LEAST_RATE = 1 << 14
 """Bytes per second: who sends less is given up, after `PATIENCE` more."""
 
+LARGE = 1 << 20
+"""Bytes that there may well be: they come at once."""
+
 
 async def fetch_tensors(
     endpoint: Endpoint, peer: PeerId, request: FetchState | FetchTied, *, most: int
@@ -26,6 +29,7 @@ async def fetch_tensors(
         ShoalError: The peer does not have them, or does not send them.
     """
     async with endpoint.open(peer, request, bulk=True) as stream:
+        stream.expect(LARGE)
         await stream.finish()
         reply = await stream.receive(TensorsReply, timeout=PATIENCE)
         if reply.size > most:

@@ -40,3 +40,19 @@ def test_rounds_over_emulated_lines(namespaces):
     assert ratios["int8, bytes sent"] < 0.3
     assert ratios["int4, bytes sent"] < 0.2
     assert all(row["ours"] >= row["rival"] for row in rows if row["rival_name"].startswith("the"))
+
+
+@pytest.mark.netns
+def test_pipelines_over_emulated_lines(namespaces):
+    small = "--layers 1 --width 64 --context 16 --microbatches 4 --batch 1 --steps 1 --rtt 0 20 --encodings int8 --json"
+    command = [sys.executable, BENCHES / "pipeline.py", *small.split()]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout  # it goes by what 100 ms take
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert [row["case"] for row in rows] == [
+        "int8, 0 ms: tokens",
+        "int8, 20 ms: tokens",
+        "int8, 20 ms: tokens of SWARM",
+        "int8, 20 ms: tokens of GPipe",
+    ]
+    assert all(row["ours"] > 0 and row["rival"] > 0 for row in rows)

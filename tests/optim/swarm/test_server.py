@@ -112,6 +112,15 @@ def test_requests_of_a_kind_are_computed_together_up_to_the_bound(server):
     torch.testing.assert_close(sums(server), sums(alone))
 
 
+def test_a_batch_has_no_more_samples_of_its_kind_than_are_asked_for(server):
+    for number in range(4):
+        server.submit(number, forward(number), 0.0)  # two samples
+    for most, tickets in (({"forward": 5.9, "backward": 1.0}, [0, 1]), ({"forward": 0.0}, [2]), ({}, [3])):
+        batch = server.take(0.0, most)
+        assert [each.ticket for each in batch.arrived] == tickets
+        server.finish(batch, server.compute(batch))
+
+
 def test_the_last_stage_answers_with_losses(server):
     last = serve(cut(transformer_chain(), STAGES)[2], MICROBATCHES)
     _, targets = text_batch(0, 0)
