@@ -23,16 +23,31 @@ PIPELINE: Final = "swarm"
 """The method that cuts the model into stages."""
 
 
-def swarm(*, stages: int = 4, microbatches: int = 32, activations: Literal["fp32", "bf16", "int8"] = "int8") -> Recipe:
+def swarm(
+    *,
+    stages: int = 4,
+    microbatches: int = 32,
+    activations: Literal["fp32", "bf16", "int8"] = "int8",
+    local_steps: int = 1,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+) -> Recipe:
     """SWARM (arXiv 2301.11913): the model in stages at different peers, see `peer.pipeline`.
 
-    As a recipe it says no more than that each step is a round of its own.
+    With more local steps than one, the servers of a stage do DiLoCo among each other, as in DiLoCoX (arXiv 2506.21263)
+    without its delay and its compression. With one, the outer constants have no meaning.
     """
     if not 1 <= stages <= 1024:
         raise ValueError("'stages' must be between 1 and 1024")
     if not 1 <= microbatches <= 4096:
         raise ValueError("'microbatches' must be between 1 and 4096")
-    return Recipe(policy=FixedSteps(1), outer=Nesterov(lr=1.0, momentum=0.0))
+    if not 1 <= local_steps <= 4096 // microbatches:
+        raise ValueError("'local_steps' must be at least 1, and 4096 / microbatches at most")
+    if local_steps == 1:
+        if (outer_lr, outer_momentum) != (0.7, 0.9):
+            raise ValueError("'outer_lr' and 'outer_momentum' are for 'local_steps' of more than 1")
+        return Recipe(policy=FixedSteps(1), outer=Nesterov(lr=1.0, momentum=0.0))
+    return Recipe(policy=FixedSteps(local_steps), outer=Nesterov(lr=outer_lr, momentum=outer_momentum))
 
 
 METHODS: Final[Mapping[str, Callable[..., Recipe]]] = {**RECIPES, PIPELINE: swarm}

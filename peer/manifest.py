@@ -23,6 +23,7 @@ import msgspec
 
 from optim.methods import GRADIENT_RECIPES
 from optim.mixers import GatheredMean
+from optim.outers import Nesterov
 from optim.policies import QuadraticSteps
 from peer.algorithm import (
     MAX_INTEGER,
@@ -106,6 +107,7 @@ NOTES: Final[Mapping[str, str]] = {
     "algorithm.radial": "whether the mean keeps the length of what peers bring",
     "algorithm.stages": "parts that the model is cut into, each at other peers",
     "algorithm.microbatches": "of inner.batch sequences, in each step of the run",
+    "algorithm.local_steps": "of a stage's servers, between two exchanges; the outer optimizer is for more than 1",
     "algorithm.activations": "how what goes between stages is encoded on the wire: fp32, bf16 or int8",
     "algorithm.corrected": "whether the final mean keeps the variance of each matrix",
     "round.grace": "seconds that the first ready peer waits for the others",
@@ -265,7 +267,8 @@ def warnings(settings: Settings) -> tuple[str, ...]:
     """What is allowed but probably not meant, one line each."""
     found = []
     rounds, recipe = settings.run.rounds, settings.algorithm.recipe()
-    momentum = settings.algorithm.get("outer_momentum")
+    plain = recipe.outer == Nesterov(lr=1.0, momentum=0.0)  # a pipeline without local steps
+    momentum = None if plain else settings.algorithm.get("outer_momentum")
     # Nesterov's gain lr / (1 - mu) needs several of its memories of 1 / (1 - mu) rounds to settle.
     needed = math.ceil(round(5 / (1 - momentum), 6)) if isinstance(momentum, float) else 0
     if 0 < rounds < needed and isinstance(momentum, float) and momentum > SHORT_RUN_MOMENTUM:

@@ -206,7 +206,7 @@ def judge(recordings: Sequence[Recording], scenario: Scenario) -> Verdict:
     verdict = Verdict(
         rounds=max((recording.revision or 0 for recording in alive), default=0),
         digests={r.peer: r.digest for r in alive if r.peer is not None and r.digest is not None},
-        losses=_losses(alive),
+        losses=validation_losses(alive),
         bytes_sent=_mean([recording.bytes_sent for recording in alive]),
         bytes_data_parallel=_mean([_data_parallel(recording, scenario.inner_steps) for recording in alive]),
         death=_death(by_name.get(scenario.killed or ""), survivors, scenario.killed_round, round_seconds),
@@ -243,7 +243,7 @@ def _problems(verdict: Verdict, alive: Sequence[Recording], scenario: Scenario) 
     return problems
 
 
-def _losses(recordings: Sequence[Recording]) -> dict[int, float]:
+def validation_losses(recordings: Sequence[Recording]) -> dict[int, float]:
     """Validation loss by round: the median over the peers that measured a finite one."""
     measured: dict[int, list[float]] = {}
     for recording in recordings:

@@ -66,16 +66,20 @@ class Router:
         known = [server.rate for server in self._servers.values() if server.rate is not None]
         return own if own is not None else sum(known) / len(known) if known else 1.0
 
-    def choose(self, work: float, now: float, excluded: Collection[PeerId] = ()) -> PeerId | None:
+    def choose(
+        self, work: float, now: float, excluded: Collection[PeerId] = (), preferred: PeerId | None = None
+    ) -> PeerId | None:
         """Who gets so much work, in samples of forward passes; None if nobody is there who is not excluded.
 
-        Servers that have failed lately are chosen only if there is no other.
+        Servers that have failed lately are chosen only if there is no other. If the preferred one can, it gets it.
         """
         servers = self._servers
         there = [peer for peer in servers if peer not in excluded]
         if not there:
             return None
         able = [peer for peer in there if servers[peer].paused_until <= now] or there
+        if preferred in able:
+            able = [preferred]
         chosen = min(able, key=lambda peer: (servers[peer].time, self._random.random()))
         servers[chosen].time += work / self.rate(chosen)
         return chosen

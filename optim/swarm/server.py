@@ -12,24 +12,45 @@ The shell around it has the network, the clock, and a thread for `compute`. A st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
 
 import attrs
 import torch
 
+from optim.exact import tree_sum
 from optim.flat import FlatParameters
+from optim.state import OuterState
 from optim.swarm.arrivals import Arrivals, Arrived, Bounds, Ticket
 from optim.swarm.ledger import Ledger
+from optim.swarm.local import LocalParameters, LocalSteps
 from optim.swarm.messages import Answer, Kind, Request, Withdraw, Withdrawn
 from optim.swarm.payloads import Encoding, Packer, Payload
 from optim.swarm.stages import Stage
 from optim.swarm.state import Form, StageState, inner_kinds, inner_state, restore_inner
 from protocol.codecs import NotFinite
-from protocol.errors import ProtocolError, RequestRefused
+from protocol.errors import ProtocolError, RequestRefused, SettingsError
 from protocol.vectors import all_finite
 
 Phase = Literal["open", "frozen", "settled"]
+
+MOST_SQUARES = 1e300
+"""What sums of squares are at most, also if they are not finite."""
+
+TiedGradients: TypeAlias = Mapping[int, Mapping[str, torch.Tensor]]
+"""Of what several stages use: by the place of a stage in the model, and by the first name in it."""
+
+
+def clipping(squares: Iterable[float], limit: float) -> float:
+    """What the gradients of all stages are multiplied by, so that the norm of all together is no larger than the limit.
+
+    Args:
+        squares: What `StageServer.squares` is at each stage.
+        limit: The largest norm.
+    """
+    norm = math.sqrt(math.fsum(squares))
+    return limit / norm if norm > limit else 1.0
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +59,8 @@ class Contribution:
 
     ledger: Ledger
     values: torch.Tensor
-    """The mean gradient over the samples of the ledger: flat, fp32, on the CPU. Zeros without samples."""
+    """The mean gradient over the samples of the ledger, or the pseudo-gradient of local steps with them. Flat, fp32, on
+    the CPU; zeros without samples."""
     weight: int
     """Samples."""
 
@@ -67,6 +89,7 @@ class StageServer:
         microbatches: How many a step has.
         encoding: How activations and their gradients look on the wire.
         bounds: What is kept and done at a time.
+        local_steps: If a step is a round of local steps, how that goes.
 
     Raises:
         SettingsError: The stage has nothing to train.
@@ -81,6 +104,7 @@ class StageServer:
         microbatches: int,
         encoding: Encoding = "fp32",
         bounds: Bounds | None = None,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         self.stage, self.optimizer = stage, optimizer
         self.step = step
@@ -98,6 +122,8 @@ class StageServer:
         self._ledger: dict[int, int] = {}
         self._working: Batch | None = None
         self._mean: torch.Tensor | None = None
+        self._local = None if local_steps is None else LocalParameters(local_steps, self._flat, optimizer)
+        self._summed = 0  # samples in the sum; with local steps these are not all of the ledger's
 
     @property
     def ledger(self) -> Ledger:
@@ -155,6 +181,7 @@ class StageServer:
         May be called in another thread.
         """
         requests = batch.requests
+        self._reach(requests[0])
         if requests[0].kind == "void":
             return [self._answer(request, finite=False) for request in requests]
         problem: ProtocolError | None = None
@@ -186,7 +213,8 @@ class StageServer:
         if batch.counts:
             for request, answer in zip(batch.requests, answers, strict=True):
                 if isinstance(answer, Answer):
-                    self._ledger[request.number] = request.samples if answer.finite else 0
+                    self._ledger[request.number] = samples = request.samples if answer.finite else 0
+                    self._summed += samples
         return [(each.ticket, answer) for each, answer in zip(batch.arrived, answers, strict=True)]
 
     def freeze(self) -> Ledger:
@@ -199,9 +227,11 @@ class StageServer:
     def contribution(self) -> Contribution:
         """What we bring to the all-reduce, if the settlement says that our sum counts."""
         samples = sum(self._ledger.values())
-        named = {place.name: each for place, each in zip(self._flat.slices, self._sum, strict=True)}
-        values = self._flat.gather(named)
-        return Contribution(self.ledger, values.div_(samples) if samples else values.zero_(), samples)
+        if self._local is None:
+            return Contribution(self.ledger, self._mean_gradient(), samples)
+        self._step_locally()
+        values = self._local.pseudo_gradient()
+        return Contribution(self.ledger, values if samples else values.zero_(), samples)
 
     def thaw(self, *, attempt: int, keep: bool) -> None:
         """The settlement has failed.
@@ -212,7 +242,7 @@ class StageServer:
         """
         self.attempt, self.phase = attempt, "open"
         if not keep:
-            self._clear()
+            self._drop()
 
     def settled(self, mean: torch.Tensor) -> None:
         """The stage's mean gradient is there, which every sample of the step is in. Also for who has missed it."""
@@ -225,11 +255,25 @@ class StageServer:
         named = self._flat.scatter(self._mean)
         return {first: named[name] for name, first in self.stage.tied.items() if name in named}
 
-    def advance(self, tied: Mapping[int, Mapping[str, torch.Tensor]] | None = None) -> list[Arrived]:
+    def squares(self, tied: TiedGradients | None = None) -> float:
+        """The sum of the squares of the mean gradient, but for what other stages use as well; once settled.
+
+        Args:
+            tied: With this, as for `advance`, also of that: for one of the stages that use it.
+        """
+        assert self._mean is not None
+        named = self._flat.scatter(self._mean)
+        own = [values for name, values in named.items() if name not in self.stage.tied]
+        parts = [*own, *(self._tied_sums(tied).values() if tied else ())]
+        total = math.fsum(float(tree_sum(each.flatten().double().square())) for each in parts)
+        return total if total <= MOST_SQUARES else MOST_SQUARES
+
+    def advance(self, tied: TiedGradients | None = None, scale: float = 1.0) -> list[Arrived]:
         """The optimizer's step, once all stages have settled.
 
         Args:
             tied: What `tied_gradients` is at all stages that have any, ours included, by their places in the model.
+            scale: What the mean gradient is multiplied by, see `clipping`.
 
         Returns:
             Requests that are outdated by it, and were given up.
@@ -238,12 +282,15 @@ class StageServer:
         assert self._mean is not None
         mean = self._mean.clone()
         named = self._flat.scatter(mean)
-        for name, first in self.stage.tied.items():
-            if name in named:
-                parts = [gradients[first] for _, gradients in sorted((tied or {}).items()) if first in gradients]
-                named[name].copy_(sum(parts[1:], parts[0]))
-        self._flat.write_gradient(mean)
-        self.optimizer.step()
+        for name, values in self._tied_sums(tied or {}).items():
+            named[name].copy_(values)
+        if scale != 1.0:
+            mean.mul_(scale)
+        if self._local is None:
+            self._flat.write_gradient(mean)
+            self.optimizer.step()
+        else:
+            self._local.end(mean)
         self._mean, self.phase, self.attempt = None, "open", 0
         self.step += 1
         return self.arrivals.outdated(self.step)
@@ -255,13 +302,21 @@ class StageServer:
             Requests that are outdated by it, and were given up.
         """
         self.step, self.attempt, self.phase, self._mean = step, 0, "open", None
-        self._clear()
+        self._drop()
         return self.arrivals.outdated(self.step)
 
     def snapshot(self) -> StageState:
         """A copy of what all servers of the stage have in common."""
         mean = None if self._mean is None else self._mean.clone()
-        return StageState(self.step, self.stage.state(), inner_state(self.stage.model, self.optimizer), mean)
+        inner, local = inner_state(self.stage.model, self.optimizer), self._local
+        if local is None:
+            return StageState(self.step, self.stage.state(), inner, mean)
+        own = self._flat.read()
+        self._flat.write(local.outer.parameters)
+        model = self.stage.state()
+        self._flat.write(own)
+        outer = {name: self._flat.scatter(values.clone()) for name, values in local.outer.buffers.items()}
+        return StageState(self.step, model, inner, mean, outer=outer)
 
     def restore(self, state: StageState) -> list[Arrived]:
         """Goes on from the state of the same stage, or of the whole model. What was counted is dropped.
@@ -272,8 +327,11 @@ class StageServer:
         Raises:
             SettingsError: It belongs to another model.
         """
+        outer = None if self._local is None else self._outer_buffers(self._local, state)
         self.stage.load(state.model)
         restore_inner(self.stage.model, self.optimizer, state.inner)
+        if self._local is not None and outer is not None:
+            self._local.begin(OuterState(self._flat.read(), outer))
         self.step, self.attempt, self.phase, self._mean = state.step, 0, "open", None
         self._clear()
         if state.mean is not None:
@@ -305,7 +363,7 @@ class StageServer:
             return None
         payloads = (request.inputs, request.targets, request.gradient)
         shapes = (None if each is None else (each.shape[1:], each.encoding == "tokens") for each in payloads)
-        return (request.kind, is_new, *shapes)
+        return (request.kind, is_new, self._place(request), *shapes)
 
     def _has(self, number: int) -> bool:
         working = self._working
@@ -314,8 +372,62 @@ class StageServer:
 
     def _clear(self) -> None:
         self._ledger.clear()
+        self._clear_sum()
+
+    def _clear_sum(self) -> None:
+        self._summed = 0
         for each in self._sum:
             each.zero_()
+
+    def _drop(self) -> None:
+        """What was counted in this step does not count."""
+        self._clear()
+        if self._local is not None:
+            self._local.drop()
+
+    def _tied_sums(self, tied: TiedGradients) -> dict[str, torch.Tensor]:
+        """The gradients of what other stages use as well, over all of them."""
+        sums = {}
+        for name, first in self.stage.tied.items():
+            if any(name == place.name for place in self._flat.slices):
+                parts = [gradients[first] for _, gradients in sorted(tied.items()) if first in gradients]
+                sums[name] = sum(parts[1:], parts[0])
+        return sums
+
+    def _mean_gradient(self) -> torch.Tensor:
+        named = {place.name: each for place, each in zip(self._flat.slices, self._sum, strict=True)}
+        values = self._flat.gather(named)
+        return values.div_(self._summed) if self._summed else values.zero_()
+
+    def _reach(self, request: Request) -> None:
+        """Makes the local step that comes before a request, if one does: trainers are through with those before."""
+        if (local := self._local) is None:
+            return
+        local.return_if_dropped()
+        place = self._place(request)
+        if self.phase == "open" and place > local.place:
+            self._step_locally()
+            local.place = place
+
+    def _place(self, request: Request) -> int:
+        """To which local step of the round a request belongs."""
+        return 0 if self._local is None else request.number * self._local.plan.count // self._microbatches
+
+    def _step_locally(self) -> None:
+        if self._local is not None and self._summed:
+            self._local.step(self._mean_gradient(), self.step)
+            self._clear_sum()
+
+    def _outer_buffers(self, local: LocalParameters, state: StageState) -> dict[str, torch.Tensor]:
+        """The outer optimizer's memory in a state; zeros if it has none, as in the first one."""
+        buffers = {}
+        for kind, zeros in local.plan.outer.init(torch.zeros(self._flat.length)).buffers.items():
+            own = self._flat.scatter(zeros)
+            named = state.outer.get(kind, own)
+            if any(name not in named or named[name].shape != values.shape for name, values in own.items()):
+                raise SettingsError(f"the state has another model's outer {kind}")
+            buffers[kind] = self._flat.gather(named)
+        return buffers
 
     def _pass(self, requests: tuple[Request, ...], counts: bool) -> list[Answer] | None:
         """Computes requests together; None if something is not finite, and nothing was added then."""

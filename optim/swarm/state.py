@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -28,6 +29,8 @@ class StageState:
     """The stage's mean gradient, flat, if it has settled the step already."""
     tied: Mapping[int, Mapping[str, torch.Tensor]] = attrs.field(factory=dict)
     """The stage's gradients of what other stages use as well, of the last steps: for those that are still there."""
+    outer: Mapping[str, Mapping[str, torch.Tensor]] = attrs.field(factory=dict)
+    """With local steps: the outer optimizer's tensors, as those of the optimizer, which are one server's own then."""
 
 
 @attrs.frozen(eq=False)
@@ -48,10 +51,10 @@ class Form:
 
     @property
     def most(self) -> int:
-        """Bytes of a state, at most: with four tensors per parameter of the optimizer, the mean, and what is tied."""
+        """Bytes of a state, at most: with five tensors per parameter of both optimizers, the mean, and what is tied."""
         elements = sum(shape.numel() for shape in self.parameters.values())
         own = sum(shape.numel() * dtype.itemsize for shape, dtype in self.model.values())
-        return own + 4 * 7 * elements + OVERHEAD * 16 * (len(self.model) + 1)
+        return own + 4 * 8 * elements + OVERHEAD * 16 * (len(self.model) + 1)
 
     def check(self, state: StageState, kinds: Mapping[str, bool]) -> None:
         """Refuses a state that is not one of this stage.
@@ -77,6 +80,9 @@ class Form:
         named_by = [state.inner.get(kind, {}).keys() for kind in kinds]
         if any(names != named_by[0] for names in named_by):
             raise ProtocolError("a stage's state with a part of what the optimizer remembers")
+        for kind, named in state.outer.items():
+            if any(self.parameters.get(name) != values.shape for name, values in named.items()):
+                raise ProtocolError(f"a stage's state with a strange {kind[:80]} of rounds")
         length = sum(shape.numel() for shape in self.parameters.values())
         if state.mean is not None and (state.mean.shape, state.mean.dtype) != ((length,), torch.float32):
             raise ProtocolError("a stage's state whose mean gradient has another length")
@@ -103,12 +109,30 @@ def whole_state(states: Iterable[StageState]) -> StageState:
     states = list(states)
     if len({state.step for state in states}) != 1:
         raise SettingsError(f"the stages' states are of steps {sorted({state.step for state in states})}")
-    kinds = sorted({kind for state in states for kind in state.inner})
+    outer = _by_kind([state.outer for state in states], assemble)
     return StageState(
         states[0].step,
         assemble(state.model for state in states),
-        {kind: assemble(state.inner.get(kind, {}) for state in states) for kind in kinds},
+        _by_kind([state.inner for state in states], _first if outer else assemble),
+        outer=outer,
     )
+
+
+_Named: TypeAlias = Mapping[str, torch.Tensor]
+
+
+def _by_kind(
+    parts: Sequence[Mapping[str, _Named]], together: Callable[[Iterable[_Named]], _Named]
+) -> dict[str, _Named]:
+    return {
+        kind: together(part.get(kind, {}) for part in parts)
+        for kind in sorted({kind for part in parts for kind in part})
+    }
+
+
+def _first(states: Iterable[_Named]) -> _Named:
+    """As `assemble`, but of what stages have in common one has another value than the other."""
+    return {name: values for state in reversed([*states]) for name, values in state.items()}
 
 
 def inner_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:

@@ -50,6 +50,9 @@ class Settings:
     """Seconds that it then has to say whether it has counted."""
     retry: float = 1.0
     """Seconds until a stage without servers is tried again."""
+    same_path: bool = False
+    """Whether a microbatch goes back through the servers that it has come by, if they are there: for local steps, with
+    which the servers of a stage have different parameters."""
 
 
 @attrs.frozen
@@ -87,6 +90,8 @@ class _Job:
     """Who has not done it."""
     not_before: float = 0.0
     walks: int = 0
+    path: dict[int, PeerId] = attrs.field(factory=dict)
+    """By which servers it has come."""
 
 
 @attrs.define(eq=False)
@@ -234,6 +239,8 @@ class PipelineTrainer:
             return
         self.routers[stage].succeeded(call.peer, WORK[call.ask.kind] * job.sample.tokens.samples, now - call.since)
         self._end(number)
+        if call.ask.kind == "forward":
+            job.path[stage] = call.peer
         if answer.losses is not None:
             self.losses[job.number] = answer.losses
         self._resume(job, answer)
@@ -280,7 +287,8 @@ class PipelineTrainer:
         if ask is None:
             return []
         router, work = self.routers[ask.stage], WORK[ask.kind] * job.sample.tokens.samples
-        peer = router.choose(work, now, job.tried)
+        came_by = job.path.get(ask.stage) if self._settings.same_path and ask.kind == "backward" else None
+        peer = router.choose(work, now, job.tried, came_by)
         if peer is None:
             job.tried.clear()
             job.not_before = now + self._settings.retry

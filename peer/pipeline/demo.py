@@ -8,6 +8,7 @@ loss is that of a run in this process that nothing has happened to.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from peer.pipeline.files import StageFiles
 from peer.pipeline.reference import undisturbed
 from peer.recording import Event
 from peer.settings import Settings
+from peer.verdict import validation_losses
 from protocol.errors import DataError
 
 LEAST_STEPS = 30
@@ -83,6 +85,8 @@ class PipelineVerdict:
     """The mean over the last steps."""
     loss_first: float
     loss_undisturbed: float
+    validation: dict[int, float]
+    """On held-out text, by step."""
     problems: list[str]
 
     @property
@@ -99,6 +103,7 @@ class PipelineVerdict:
             "killed": killed or "nobody",
             "refilled": "no stage" if self.refilled is None else f"stage {self.refilled}",
             "loss": f"{self.loss_first:.4f} → {self.loss:.4f}; undisturbed {self.loss_undisturbed:.4f}",
+            "validation": " → ".join(f"{self.validation[step]:.4f}" for step in _ends(self.validation)) or "never",
         }
         problems = [f"  problem     {problem}" for problem in self.problems]
         return "\n".join([*(f"  {name:<11} {value}" for name, value in lines.items()), *problems])
@@ -263,6 +268,10 @@ class _Play:
         expected = sum(reference[step] for step in last) / COMPARED
         if not abs(loss / expected - 1) <= TOLERANCE:
             problems.append(f"the loss is {loss:.4f}, and {expected:.4f} in an undisturbed run")
+        validation = validation_losses([child.recording for child in self._children])
+        first, *later = (validation[step] for step in _ends(validation)) if validation else (math.nan,)
+        if not later or not later[0] < first:
+            problems.append("the validation loss did not fall, or was not measured")
         return PipelineVerdict(
             steps=self._steps(),
             killed=self._killed,
@@ -270,6 +279,7 @@ class _Play:
             loss=loss,
             loss_first=losses.get(0, float("nan")),
             loss_undisturbed=expected,
+            validation=validation,
             problems=problems,
         )
 
@@ -284,6 +294,11 @@ class _Play:
             if any(not torch.equal(found[0][name], each[name]) for each in found for name in each):
                 problems.append(f"the servers of stage {stage} have different parameters")
         return problems
+
+
+def _ends(measured: dict[int, float]) -> list[int]:
+    """The first and the last step of which there is a measurement, if these are two."""
+    return sorted({min(measured), max(measured)}) if measured else []
 
 
 def _losses(events: Sequence[Event]) -> dict[int, float]:

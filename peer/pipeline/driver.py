@@ -10,7 +10,8 @@ from random import Random
 
 import trio
 
-from optim.swarm.messages import Answer, Withdraw, Withdrawn
+from optim.swarm.local import open_numbers
+from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
 from optim.swarm.payloads import Packer
 from optim.swarm.trainer import PipelineTrainer, Sample, Send, Settings
 from peer.pipeline.calls import Calls
@@ -40,11 +41,13 @@ class Driver:
         crew: Who does what.
         stages: How many the model has.
         microbatches: Of a step.
+        at_a_time: How many of them are led before those that follow: all, or those of a local step.
         sample: The contents of microbatch (step, number): the same at all trainers.
         local: Our own server of a stage, if we have it.
         rng: Decides between servers that are equal.
         sizes: What a microbatch has at most.
         settings: How to go about it.
+        last: The step that ends the run, of which there are no microbatches; 0 if none does.
         on_losses: Told, at the end of each step, the losses of our samples in it, if there are any.
     """
 
@@ -56,18 +59,21 @@ class Driver:
         *,
         stages: int,
         microbatches: int,
+        at_a_time: int,
         sample: Callable[[int, int], Sample],
         local: Callable[[int], StageService | None],
         rng: Random,
         sizes: Sizes,
         settings: Settings | None = None,
+        last: int = 0,
         on_losses: Callable[[int, list[float]], None] = lambda step, losses: None,
     ) -> None:
         self.trainer = PipelineTrainer(stages, rng, settings)
         self._endpoint, self._crew, self._sample, self._on_losses = endpoint, crew, sample, on_losses
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
         self._calls = Calls(endpoint, sizes)
-        self._microbatches, self._local = microbatches, local
+        self._microbatches, self._at_a_time, self._last = microbatches, at_a_time, last
+        self._local = local
         self._told: dict[tuple[int, PeerId], int] = {}  # failed settlements of the step, by stage and who tells
         self._bereft: set[int] = set()  # stages that have lost a server in this step
         self._here: set[tuple[PeerId, int, int]] = set()  # servers, their stages and lives
@@ -115,16 +121,19 @@ class Driver:
             return
         if step > trainer.step:
             self._tell_losses()
-            mine = self._owned(step, range(self._microbatches))
+            mine = self._owned(step, range(self._at_a_time))
             trainer.begin(step, {number: self._sample(step, number) for number in mine})
             self._told.clear()
             self._bereft.clear()
         step, open_stages = trainer.step, []  # a stage that has lost its servers may be at an earlier one for a while
+        counted = []
         for stage, each in enumerate(servers):
             there = {peer: standing for peer, standing in each.items() if standing.step == step}
             if steps[stage] > step or any(standing.settled for standing in there.values()):
                 trainer.settled(stage)
+                counted.append(self._microbatches)
                 continue
+            counted.append(sum(standing.counted for standing in there.values()))
             if stage in trainer.stages_settled and there:
                 trainer.reopened(stage)
             open_stages.append(stage)
@@ -136,8 +145,10 @@ class Driver:
                     orphans = trainer.missing(stage, standing.attempt - 1, standing.missing)
                     for number in self._owned(step, orphans):
                         trainer.add(number, self._sample(step, number), [stage])
-        # What a trainer that is gone has left undone. What it has done is done twice, and settled once.
-        for number in set(self._owned(step, range(self._microbatches))) - trainer.numbers if open_stages else ():
+        # Those of the next local step, and what a trainer that is gone has left undone. What it has done is done twice,
+        # and settled once.
+        numbers = range(open_numbers(counted, self._at_a_time, self._microbatches))
+        for number in set(self._owned(step, numbers)) - trainer.numbers if open_stages else ():
             trainer.add(number, self._sample(step, number), open_stages)
 
     def _doubt(self, stage: int) -> None:
@@ -151,7 +162,7 @@ class Driver:
     def _owned(self, step: int, numbers: Iterable[int]) -> list[int]:
         """Those of a step's microbatches that are ours, as things are."""
         trainers, us = self._crew.trainers(step), self._crew.peer
-        if us not in trainers:
+        if us not in trainers or 0 < self._last <= step:
             return []
         return [number for number in sorted(numbers) if us == _owner(trainers, step, number)]
 
@@ -163,26 +174,36 @@ class Driver:
 
     async def _call(self, send: Send) -> None:
         try:
-            answer = await self._ask(send)
+            if isinstance(send.message, Withdraw):
+                answer: Answer | Withdrawn = await self._withdraw(send.stage, send.peer, send.message)
+            else:
+                answer = await self.ask(send.stage, send.peer, send.message)
         except ShoalError:
             self.trainer.failed(send.call, trio.current_time())
         else:
             self.trainer.answered(send.call, answer, trio.current_time())
         self._kick()
 
-    async def _ask(self, send: Send) -> Answer | Withdrawn:
-        run, message = self._runs[send.stage], send.message
-        own = self._local(send.stage) if send.peer == self._crew.peer else None
-        if isinstance(message, Withdraw):
-            if own is not None:
-                return own.server.withdraw(message)
-            request = WithdrawRequest(run, message.step, message.number)
-            return withdrawn_of(await self._endpoint.request(send.peer, request, WithdrawReply))
-        if own is not None:
-            return await own.ask(message)
-        with trio.move_on_after(message.patience + GRACE):
-            return await self._calls.ask(send.peer, run, message)
-        raise RequestTimeout(f"{send.peer.short} has not answered within {message.patience + GRACE:g} s")
+    async def _withdraw(self, stage: int, peer: PeerId, message: Withdraw) -> Withdrawn:
+        if (own := self._own(stage, peer)) is not None:
+            return own.server.withdraw(message)
+        request = WithdrawRequest(self._runs[stage], message.step, message.number)
+        return withdrawn_of(await self._endpoint.request(peer, request, WithdrawReply))
+
+    async def ask(self, stage: int, peer: PeerId, request: Request) -> Answer:
+        """Has a server of a stage do something.
+
+        Raises:
+            ShoalError: Nothing comes of it.
+        """
+        if (own := self._own(stage, peer)) is not None:
+            return await own.ask(request)
+        with trio.move_on_after(request.patience + GRACE):
+            return await self._calls.ask(peer, self._runs[stage], request)
+        raise RequestTimeout(f"{peer.short} has not answered within {request.patience + GRACE:g} s")
+
+    def _own(self, stage: int, peer: PeerId) -> StageService | None:
+        return self._local(stage) if peer == self._crew.peer else None
 
 
 def _owner(trainers: Iterable[PeerId], step: int, number: int) -> PeerId:

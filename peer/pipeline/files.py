@@ -127,7 +127,8 @@ def _checkpoint(manifest: Manifest, states: list[StageState]) -> tuple[Checkpoin
     layout = FlatParameters(Transformer(manifest.settings.model, seed=manifest.settings.run.seed))
     try:
         whole = whole_state(states)
-        outer = OuterState(layout.gather(whole.model), {})
+        buffers = {kind: layout.gather(named) for kind, named in whole.outer.items()}
+        outer = OuterState(layout.gather(whole.model), buffers)
         inner = {kind: layout.gather(named) for kind, named in whole.inner.items() if kind != "step"}
     except (SettingsError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"the files do not fit together: {error}") from error
@@ -142,7 +143,8 @@ def _checkpoint(manifest: Manifest, states: list[StageState]) -> tuple[Checkpoin
 def _header(manifest: Manifest, step: int, outer: OuterState) -> Header:
     """Of a state that no peer vouches for: it is of so many steps, and has no history."""
     settings, zeros = manifest.settings, bytes(32)
-    tokens = settings.inner.batch * settings.model.context * step * int(settings.algorithm["microbatches"])
+    samples = settings.inner.batch * int(settings.algorithm["microbatches"]) * int(settings.algorithm["local_steps"])
+    tokens = samples * settings.model.context * step
     root = CommittedState.genesis(manifest.run_id, outer).root
     run = manifest.run_id
     return Header(

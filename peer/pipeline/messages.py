@@ -14,6 +14,7 @@ import msgspec
 
 from optim.swarm.messages import Answer, Request, Withdrawn
 from optim.swarm.payloads import MOST_DIMENSIONS, Encoding, Payload
+from optim.swarm.server import MOST_SQUARES
 from protocol.errors import ProtocolError
 from protocol.stream import Stream
 from protocol.wire import message
@@ -23,6 +24,8 @@ MOST_MICROBATCHES = 4096
 """Of a step."""
 LARGEST_PAYLOAD = 1 << 28
 """Bytes of one tensor between stages."""
+MOST_LOSS = 1e6
+"""What a validation loss may be; else it counts as not finite."""
 
 BLOCK_SCALE = 64
 """Bytes that a short tensor may take in addition."""
@@ -31,7 +34,25 @@ Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48 - 1)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, le=MOST_STAGES - 1)]
 Microbatch = Annotated[int, msgspec.Meta(ge=0, le=MOST_MICROBATCHES - 1)]
+SumOfSquares = Annotated[float, msgspec.Meta(ge=0, le=MOST_SQUARES)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+@attrs.frozen
+class Measured:
+    """The loss on held-out text."""
+
+    step: Count
+    loss: Annotated[float, msgspec.Meta(ge=0, le=MOST_LOSS)] | None
+    """In nats per token; None if it was not finite."""
+
+
+@attrs.frozen
+class Squares:
+    """The sum of the squares of the whole model's gradient, in a step that was made."""
+
+    step: Count
+    sum: SumOfSquares
 
 
 @attrs.frozen
@@ -66,6 +87,12 @@ class Standing:
     """For which stage it is about to leave its own: others do not leave at the same time."""
     copies: Annotated[tuple[StageNumber, ...], msgspec.Meta(max_length=16)] = ()
     """Stages of which it keeps a copy of the state, for when all their servers are lost."""
+    measured: Measured | None = None
+    """What it has measured last, if it was for it to do that."""
+    squares: SumOfSquares | None = None
+    """The sum of the squares of its stage's mean gradient, once it has settled this step."""
+    last_squares: Squares | None = None
+    """The same of the model, in the last step that it has made: for those who have not yet made that."""
 
 
 @message("stage.hello")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from random import Random
 
 import attrs
-import torch
 import trio
 
 from optim.swarm.arrivals import Bounds
-from optim.swarm.balance import Member, Move, Policy, moves, newcomers_stage, throughputs
+from optim.swarm.balance import Member, Move, moves, newcomers_stage, throughputs
 from optim.swarm.ledger import Ledger
-from optim.swarm.payloads import Encoding
 from optim.swarm.server import StageServer
-from optim.swarm.stages import Chain, Stage
 from optim.swarm.state import Form, StageState
-from optim.swarm.trainer import Sample
 from optim.swarm.trainer import Settings as TrainerSettings
 from peer.checkpoint import CheckpointError
+from peer.divergence import DivergenceGuard
 from peer.events import EventLog
 from peer.node import Compute
 from peer.pipeline.audit import ledgers_told
@@ -27,12 +24,14 @@ from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
 from peer.pipeline.ending import forlorn, hand_over, linger
-from peer.pipeline.messages import Sizes, Standing, stage_run
+from peer.pipeline.messages import Standing, stage_run
 from peer.pipeline.service import StageService
+from peer.pipeline.settings import Pipeline
 from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps
 from peer.pipeline.states import States
+from peer.pipeline.validation import Plan as Measurements
+from peer.pipeline.validation import Validation
 from protocol.channels import ChannelSettings
-from protocol.coordinator import RoundTimes
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.errors import ShoalError
@@ -50,43 +49,6 @@ RETRY = 0.5
 
 EMPTY = 3.0
 """Seconds for which a stage must have been without any server before somebody leaves its own stage for it at once."""
-
-
-@attrs.frozen(kw_only=True)
-class Pipeline:
-    """What a pipeline trains: the same at all peers.
-
-    Args:
-        run_id: 32 bytes.
-        chain: Makes the model, always the same.
-        initial: Its first values, by name; None: those that `chain` gives it.
-        stages: Into how many stages it is cut.
-        microbatches: Of a step.
-        sample: The contents of microbatch (step, number).
-        optimizer: Makes the optimizer of a stage.
-        rate: The learning rate of a step.
-        sizes: Of a microbatch.
-        steps: After which it ends; 0: never.
-        encoding: How activations and their gradients look on the wire.
-        balance: When peers move between stages; `rest` is in steps.
-        save_every: Steps between two copies of a stage's state, on its servers' disks and at a peer of another stage.
-        times: Of the operations among a stage's servers.
-    """
-
-    run_id: bytes
-    chain: Callable[[], Chain]
-    initial: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
-    stages: int
-    microbatches: int
-    sample: Callable[[int, int], Sample]
-    optimizer: Callable[[Stage], torch.optim.Optimizer]
-    rate: Callable[[int], float]
-    sizes: Sizes
-    steps: int = 0
-    encoding: Encoding = "fp32"
-    balance: Policy = attrs.field(factory=lambda: Policy(gain=0.1, rest=20, most=1))
-    save_every: int = 10
-    times: RoundTimes = attrs.field(factory=lambda: RoundTimes(grace=2.0))
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -136,6 +98,9 @@ class PipelineNode:
     _states: States = attrs.field(init=False)
     _told_at: float = attrs.field(default=0.0, init=False)
     _serving: dict[int, StageService] = attrs.field(factory=dict, init=False)
+    _driver: Driver = attrs.field(init=False)
+    _validation: Validation | None = attrs.field(init=False)
+    _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
 
     @crew.default
     def _make_crew(self) -> Crew:
@@ -171,6 +136,39 @@ class PipelineNode:
             rng=self.rng,
         )
 
+    @_driver.default
+    def _make_driver(self) -> Driver:
+        pipeline = self.pipeline
+        return Driver(
+            self.endpoint,
+            pipeline.run_id,
+            self.crew,
+            stages=pipeline.stages,
+            microbatches=pipeline.total,
+            at_a_time=pipeline.microbatches,
+            sample=pipeline.contents,
+            local=self._serving.get,
+            sizes=pipeline.sizes,
+            rng=self.rng,
+            settings=attrs.evolve(self.trainer, same_path=pipeline.local_steps is not None),
+            last=pipeline.steps,
+            on_losses=self._tell_losses,
+        )
+
+    @_validation.default
+    def _make_validation(self) -> Validation | None:
+        pipeline = self.pipeline
+        if pipeline.held_out is None:
+            return None
+        plan = Measurements(
+            held_out=pipeline.held_out,
+            stages=pipeline.stages,
+            microbatches=pipeline.microbatches,
+            every=pipeline.validate_every,
+            last=pipeline.steps,
+        )
+        return Validation(plan, self.crew, self._driver.ask, rng=self.rng, on_loss=self._tell_validation)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves and trains until the last step is made, until it is `asked` to leave, or until cancelled.
 
@@ -186,12 +184,15 @@ class PipelineNode:
             nursery.start_soon(self._leave_when_asked, nursery.cancel_scope)
             if not self.founds:
                 nursery.start_soon(self._watch_for_solitude, reasons, nursery.cancel_scope)
+            if self._validation is not None:
+                nursery.start_soon(self._validation.follow)
             if self.trains:
-                nursery.start_soon(self._train)
+                nursery.start_soon(self._train, nursery)
             if self.serves:
                 await self._serve()
             else:
                 await self.crew.until(self._is_over)
+                await self._until_validated(self.pipeline.steps)
             nursery.cancel_scope.cancel()
         if reasons:
             raise reasons[0]
@@ -221,24 +222,12 @@ class PipelineNode:
 
     # As a trainer.
 
-    async def _train(self) -> None:
-        pipeline = self.pipeline
-        driver = Driver(
-            self.endpoint,
-            pipeline.run_id,
-            self.crew,
-            stages=pipeline.stages,
-            microbatches=pipeline.microbatches,
-            sample=pipeline.sample,
-            local=self._serving.get,
-            sizes=pipeline.sizes,
-            rng=self.rng,
-            settings=self.trainer,
-            on_losses=self._tell_losses,
-        )
+    async def _train(self, nursery: trio.Nursery) -> None:
         step, self._told_at = self.crew.furthest, trio.current_time()
         self.crew.announce(trains_from=step + 1 if step else 0)
-        await driver.run()
+        if self._validation is not None:
+            nursery.start_soon(self._validation.measure)
+        await self._driver.run()
 
     def _tell_losses(self, step: int, losses: list[float]) -> None:
         now, tokens = trio.current_time(), len(losses) * self.pipeline.sizes.tokens
@@ -246,6 +235,15 @@ class PipelineNode:
         self._told_at = now
         loss = sum(losses) / len(losses)
         self.events.emit("inner", step=step, loss=loss, samples=len(losses), tokens=tokens, tokens_per_second=speed)
+
+    def _tell_validation(self, step: int, loss: float) -> None:
+        self.events.emit("validation", round=step, loss=loss)
+        if self._guard.sees(loss):
+            self.events.emit("diverging", round=step, loss=loss, best=self._guard.best)
+
+    async def _until_validated(self, step: int) -> None:
+        if self._validation is not None:
+            await self._validation.until_told(step)
 
     def _ready(self) -> dict[PeerId, Standing]:
         return {peer: each for peer, each in self.crew.standings.items() if each.ready and peer != self.crew.peer}
@@ -322,16 +320,23 @@ class PipelineNode:
         # All that it said of the stage before is over; what counts anew, and what it has of others, goes on.
         own = crew.own
         blank = Standing(
-            trains_from=own.trains_from, stage=number, life=own.life, leaving=own.leaving, copies=own.copies
+            trains_from=own.trains_from,
+            stage=number,
+            life=own.life,
+            leaving=own.leaving,
+            copies=own.copies,
+            measured=own.measured,
+            last_squares=own.last_squares,
         )
         crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number, step=step), recurse=False))
         stage = await self._states.make(number)
         server = StageServer(
             stage,
             pipeline.optimizer(stage),
-            microbatches=pipeline.microbatches,
+            microbatches=pipeline.total,
             encoding=pipeline.encoding,
             bounds=self.bounds,
+            local_steps=pipeline.local_steps,
         )
         state = await self._find_state(server, number, old)
         if state is None:
@@ -353,7 +358,12 @@ class PipelineNode:
         steps = StageSteps(
             service,
             number,
-            Plan(run_id=pipeline.run_id, microbatches=pipeline.microbatches, forms=self._states.forms),
+            Plan(
+                run_id=pipeline.run_id,
+                microbatches=pipeline.total,
+                forms=self._states.forms,
+                clip=pipeline.clip,
+            ),
             crew=crew,
             collective=collective,
             endpoint=self.endpoint,
@@ -412,6 +422,7 @@ class PipelineNode:
             if server.step % self.pipeline.save_every:
                 await self._save(number, service)
             await linger(self.crew, server.step, lambda: service.served)
+            await self._until_validated(server.step)
             nursery.cancel_scope.cancel()
         return urgent[0] if urgent else None
 

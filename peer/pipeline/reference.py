@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from optim.swarm.messages import Answer, Request
 from optim.swarm.payloads import Packer, Payload
-from optim.swarm.server import StageServer
+from optim.swarm.server import StageServer, clipping
 from optim.swarm.stages import cut
 from peer.data import Corpus
-from peer.pipeline.node import Pipeline
 from peer.pipeline.run import make_pipeline
+from peer.pipeline.settings import Pipeline
 from peer.settings import Settings
 
 
@@ -20,14 +20,22 @@ def undisturbed(settings: Settings, corpus: Corpus) -> list[float]:
     for stage in cut(pipeline.chain(), pipeline.stages):
         stage.load(values)
         optimizer = pipeline.optimizer(stage)
-        servers.append(StageServer(stage, optimizer, microbatches=pipeline.microbatches, encoding=pipeline.encoding))
+        servers.append(
+            StageServer(
+                stage,
+                optimizer,
+                microbatches=pipeline.total,
+                encoding=pipeline.encoding,
+                local_steps=pipeline.local_steps,
+            )
+        )
     return [_step(pipeline, servers, step) for step in range(pipeline.steps)]
 
 
 def _step(pipeline: Pipeline, servers: list[StageServer], step: int) -> float:
     losses: list[float] = []
-    for number in range(pipeline.microbatches):
-        sample = pipeline.sample(step, number)
+    for number in range(pipeline.total):
+        sample = pipeline.contents(step, number)
         inputs: list[Payload | None] = [sample.tokens]
         for server in servers[:-1]:
             request = Request(kind="forward", step=step, number=number, inputs=inputs[-1])
@@ -53,10 +61,14 @@ def _step(pipeline: Pipeline, servers: list[StageServer], step: int) -> float:
         server.freeze()
         server.settled(server.contribution().values)
     tied = {stage: server.tied_gradients() for stage, server in enumerate(servers) if server.stage.tied}
+    scale = 1.0
+    if pipeline.clip is not None:
+        squares = [server.squares({} if stage else tied) for stage, server in enumerate(servers)]
+        scale = clipping(squares, pipeline.clip)
     for server in servers:
         for group in server.optimizer.param_groups:
             group["lr"] = pipeline.rate(step)
-        server.advance(tied)
+        server.advance(tied, scale)
     return sum(losses) / len(losses)
 
 

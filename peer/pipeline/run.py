@@ -12,6 +12,8 @@ import torch
 import trio
 
 from optim.exact import tree_sum
+from optim.outers import Nesterov
+from optim.swarm.local import LocalSteps
 from optim.swarm.payloads import Encoding, Packer
 from optim.swarm.stages import Stage, bounds
 from optim.swarm.trainer import Sample
@@ -22,20 +24,27 @@ from peer.model import Transformer
 from peer.node import Compute
 from peer.pipeline.files import StageFiles
 from peer.pipeline.messages import Sizes
-from peer.pipeline.node import Pipeline, PipelineNode
+from peer.pipeline.node import PipelineNode
+from peer.pipeline.settings import Pipeline
 from peer.schedule import Schedule
 from peer.settings import InnerSettings, Settings
-from peer.trainer import adamw
+from peer.trainer import VALIDATION_WINDOWS, adamw
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
 from protocol.identity import PeerId
 
 SAVE_EVERY = 10
-"""Steps between two copies of a stage's state."""
+"""Steps between two copies of a stage's state, local ones included."""
+
+VALIDATE_EVERY = 10
+"""Steps between two measurements of the validation loss, local ones included."""
 
 MEMORY_PER_PARAMETER = 44
 """Bytes, of a stage: parameters, two moments, the sum of the gradients, their mean, what is sent of it and received,
 and a state that is fetched or written down."""
+
+MEMORY_OF_ROUNDS = 24
+"""What local steps add to it: the parameters at the beginning of the round and the momentum, both three times."""
 
 
 def make_pipeline(settings: Settings, run_id: bytes, corpus: Corpus) -> Pipeline:
@@ -45,11 +54,19 @@ def make_pipeline(settings: Settings, run_id: bytes, corpus: Corpus) -> Pipeline
         DataError: The text is too small.
     """
     dataset = Dataset(corpus, settings.data, seed=settings.run.seed, context=settings.model.context)
-    packer, model = Packer(), settings.model
+    packer, model, recipe = Packer(), settings.model, settings.algorithm.recipe()
+    schedule, count = Schedule(settings, recipe), cast("int", settings.algorithm["local_steps"])
+    assert isinstance(recipe.outer, Nesterov)
+
+    def sample_of(windows: torch.Tensor) -> Sample:
+        return Sample(packer.pack(windows[:, :-1], "tokens"), packer.pack(windows[:, 1:], "tokens"))
 
     def sample(step: int, number: int) -> Sample:
-        windows = dataset.microbatch(step, number, settings.inner.batch)
-        return Sample(packer.pack(windows[:, :-1], "tokens"), packer.pack(windows[:, 1:], "tokens"))
+        return sample_of(dataset.microbatch(step, number, settings.inner.batch))
+
+    def held_out() -> list[Sample]:
+        batches = torch.split(dataset.validation_windows(VALIDATION_WINDOWS), settings.inner.batch)
+        return [sample_of(windows) for windows in batches]
 
     return Pipeline(
         run_id=run_id,
@@ -58,18 +75,22 @@ def make_pipeline(settings: Settings, run_id: bytes, corpus: Corpus) -> Pipeline
         stages=cast("int", settings.algorithm["stages"]),
         microbatches=cast("int", settings.algorithm["microbatches"]),
         sample=sample,
-        optimizer=partial(stage_optimizer, settings.inner),
-        rate=Schedule(settings, settings.algorithm.recipe()).rate,
+        optimizer=partial(clipping_optimizer if count > 1 else stage_optimizer, settings.inner),
+        clip=settings.inner.clip if count == 1 else None,
+        rate=schedule.rate,
+        local_steps=LocalSteps(count=count, outer=recipe.outer, rate=schedule.rate) if count > 1 else None,
         sizes=Sizes(samples=settings.inner.batch, tokens=model.context, width=model.width),
         steps=settings.run.rounds,
         encoding=cast("Encoding", settings.algorithm["activations"]),
-        save_every=SAVE_EVERY,
+        held_out=held_out,
+        validate_every=max(1, VALIDATE_EVERY // count),
+        save_every=max(1, SAVE_EVERY // count),
         times=RoundTimes(grace=settings.round.grace),
     )
 
 
-def stage_optimizer(settings: InnerSettings, stage: Stage) -> torch.optim.Optimizer:
-    """A stage's AdamW, which clips gradients by their norm over the stage.
+def clipping_optimizer(settings: InnerSettings, stage: Stage) -> torch.optim.Optimizer:
+    """A stage's AdamW for local steps, which clips gradients by their norm over the stage.
 
     What other stages use as well is clipped by a norm of its own, so that all of them do the same.
     """
@@ -91,6 +112,11 @@ def stage_optimizer(settings: InnerSettings, stage: Stage) -> torch.optim.Optimi
     return optimizer
 
 
+def stage_optimizer(settings: InnerSettings, stage: Stage) -> torch.optim.Optimizer:
+    """A stage's AdamW."""
+    return adamw(stage.model, settings)
+
+
 def parameters_of(pipeline: Pipeline) -> int:
     """How many the whole model has."""
     return sum(each.numel() for each in pipeline.chain().model.parameters())
@@ -100,7 +126,8 @@ def memory_of(pipeline: Pipeline) -> int:
     """Bytes that the largest stage takes, about."""
     chain = pipeline.chain()
     weights = [chain.weight(link) for link in chain.links]
-    return max(sum(weights[run.start : run.stop]) for run in bounds(weights, pipeline.stages)) * MEMORY_PER_PARAMETER
+    each = MEMORY_PER_PARAMETER + (0 if pipeline.local_steps is None else MEMORY_OF_ROUNDS)
+    return max(sum(weights[run.start : run.stop]) for run in bounds(weights, pipeline.stages)) * each
 
 
 def make_node(

@@ -14,11 +14,11 @@ import torch
 import trio
 
 from optim.swarm.ledger import Ledger, Settlement, settle
-from optim.swarm.server import Contribution
+from optim.swarm.server import MOST_SQUARES, Contribution, clipping
 from optim.swarm.state import Form
 from peer.node import Compute
 from peer.pipeline.crew import Crew
-from peer.pipeline.messages import MOST_MICROBATCHES, FetchTied, stage_run
+from peer.pipeline.messages import MOST_MICROBATCHES, FetchTied, Squares, stage_run
 from peer.pipeline.service import StageService
 from peer.pipeline.tensors import load_tensors
 from peer.pipeline.transfer import fetch_tensors
@@ -44,9 +44,11 @@ class Plan:
 
     run_id: bytes
     microbatches: int
-    """Of a step."""
+    """Of a step, or of a round of local steps."""
     forms: Sequence[Form]
     """What the states of the stages look like."""
+    clip: float | None = None
+    """The largest norm of the whole model's mean gradient."""
 
     @property
     def stages(self) -> int:
@@ -111,16 +113,19 @@ class StageSteps:
         self._crew, self._collective, self._endpoint = crew, collective, endpoint
         self._compute, self._rate, self._tell_event = compute, rate, tell_event
         self._settlement: Settlement | None = None
+        self._squares: Squares | None = None  # of our stage's gradient in a step
 
     def tell(self) -> None:
         """Tells the others how far we are in the step."""
-        server = self._server
+        server, squares = self._server, self._squares
+        is_settled = server.phase == "settled"
         self._crew.announce(
             ready=True,
             step=server.step,
             attempt=server.attempt,
             counted=len(server.ledger),
-            settled=server.phase == "settled",
+            settled=is_settled,
+            squares=squares.sum if squares is not None and is_settled and squares.step == server.step else None,
             rate=self._service.rate,
         )
 
@@ -134,20 +139,79 @@ class StageSteps:
         while self._server.phase != "settled":
             await self._crew.until(self._is_complete)
             await self._settle()
+        if not self._adds_tied():
+            await self._measure({})
         self.tell()
         await self._crew.until(self._all_settled)
         with trio.move_on_after(SPREAD):
             await self._crew.until(self._all_have_it)
         tied = await self._tied()
+        if self._adds_tied():
+            await self._measure(tied)
+            self.tell()
+        scale = await self._agree_on_scale()
         for group in self._server.optimizer.param_groups:
             group["lr"] = self._rate(self._server.step)
         async with self._service.paused() as server:
-            await self._compute(server.advance, tied)
+            await self._compute(server.advance, tied, scale)
         if self._settlement is not None:
             self._tell_event("stage_step", self._server.step - 1, self._settlement.ledgers)
             self._settlement = None
         self._crew.announce(missing=(), rested=self._crew.own.rested + 1)
         self.tell()
+
+    def _adds_tied(self) -> bool:
+        """Whether what several stages use counts in the norm of our stage's gradient."""
+        return self._stage == 0 and bool(self._server.stage.tied)
+
+    async def _measure(self, tied: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        if self._plan.clip is not None:
+            self._squares = Squares(self._server.step, await self._compute(self._server.squares, tied))
+
+    async def _agree_on_scale(self) -> float:
+        """What all stages multiply their gradients by.
+
+        Raises:
+            Behind: Our stage has made the step, and more, without us.
+            Lost: A stage goes on after the step, and nobody is left who has made it and knows.
+        """
+        if self._plan.clip is None:
+            return 1.0
+        step = self._server.step
+
+        def ahead(stage: int) -> bool:
+            return any(each.step > step for each in self._crew.servers(stage).values())
+
+        def known() -> bool:
+            return self._squares_of_model() is not None
+
+        await self._crew.until(lambda: known() or any(map(ahead, range(self._plan.stages))))
+        with trio.move_on_after(LOST):
+            await self._crew.until(lambda: known() or ahead(self._stage))
+        squares = self._squares_of_model()
+        if squares is None:
+            raise Behind if ahead(self._stage) else Lost
+        self._crew.announce(last_squares=Squares(step, min(squares, MOST_SQUARES)))
+        return clipping([squares], self._plan.clip)
+
+    def _squares_of_model(self) -> float | None:
+        """The sum of the squares of the gradients of all stages, if it is known. Who has made the step tells it."""
+        step, stages = self._server.step, self._squares_of_stages()
+        ahead = [each for each in self._crew.standings.values() if each.stage is not None and each.step > step]
+        last = [(each.stage, each.last_squares) for each in ahead if each.last_squares is not None]
+        told = {stage: squares.sum for stage, squares in last if squares.step == step}
+        if self._stage in told:
+            return told[self._stage]
+        known = [squares for squares in stages if squares is not None]
+        return math.fsum(known) if len(known) == len(stages) else next(iter(told.values()), None)
+
+    def _squares_of_stages(self) -> list[float | None]:
+        """What is known of each stage in this step."""
+        found: list[float | None] = []
+        for stage in range(self._plan.stages):
+            there = [each for each in self._crew.servers(stage).values() if each.step == self._server.step]
+            found.append(next((each.squares for each in there if each.squares is not None), None))
+        return found
 
     def _is_complete(self) -> bool:
         """Whether the stage's ledgers may have all microbatches."""
@@ -171,7 +235,8 @@ class StageSteps:
             settlement, attempt = await self._agree(_Word(server.step, server.attempt, ledger))
             kept, missing = self._crew.peer in settlement.ledgers, settlement.missing
             if not missing:
-                contribution = await self._compute(server.contribution)
+                async with self._service.paused():  # with local steps, it makes the last one
+                    contribution = await self._compute(server.contribution)
                 reduced = await self._reduce(contribution if kept else None, contribution)
                 if _is_exact(reduced, settlement):
                     server.settled(reduced.mean)

@@ -187,6 +187,15 @@ def _with_tied(
         taken = {name: theirs[place] for name, place in places.items() if place in theirs}
         return {**{name: values for name, values in ours.items() if name not in places}, **taken}
 
-    kinds = sorted(state.inner.keys() | other.inner.keys())
-    inner = {kind: replaced(state.inner.get(kind, {}), other.inner.get(kind, {})) for kind in kinds}
-    return attrs.evolve(state, model=replaced(state.model, other.model), inner=inner)
+    def of_all_kinds(
+        ours: Mapping[str, Mapping[str, torch.Tensor]], theirs: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        kinds = sorted(ours.keys() | theirs.keys())
+        return {kind: replaced(ours.get(kind, {}), theirs.get(kind, {})) for kind in kinds}
+
+    return attrs.evolve(
+        state,
+        model=replaced(state.model, other.model),
+        inner=of_all_kinds(state.inner, other.inner),
+        outer=of_all_kinds(state.outer, other.outer),
+    )

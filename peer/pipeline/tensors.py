@@ -13,14 +13,17 @@ from optim.swarm.state import StageState
 from protocol.errors import ProtocolError
 
 MEAN = "mean"
-_MODEL, _INNER, _TIED = "model/", "inner/", "tied/"
+_MODEL, _INNER, _TIED, _OUTER = "model/", "inner/", "tied/", "outer/"
 
 
 def dump(state: StageState) -> bytes:
-    """A state in the format of safetensors: `model/NAME`, `inner/KIND/NAME`, `tied/STEP/NAME`, and perhaps `mean`."""
+    """A state in the format of safetensors: `model/NAME`, `inner/KIND/NAME`, `tied/STEP/NAME`, and perhaps `mean` and
+    `outer/KIND/NAME`."""
     tensors = {_MODEL + name: values for name, values in state.model.items()}
     for kind, named in state.inner.items():
         tensors |= {f"{_INNER}{kind}/{name}": values for name, values in named.items()}
+    for kind, named in state.outer.items():
+        tensors |= {f"{_OUTER}{kind}/{name}": values for name, values in named.items()}
     for step, named in state.tied.items():
         tensors |= {f"{_TIED}{step}/{name}": values for name, values in named.items()}
     if state.mean is not None:
@@ -46,6 +49,7 @@ def load(data: bytes, step: int) -> StageState:
         _by_first(tensors, _INNER),
         tensors.get(MEAN),
         {int(number): named for number, named in tied.items()},
+        _by_first(tensors, _OUTER),
     )
 
 

@@ -12,19 +12,19 @@ pytestmark = pytest.mark.processes
 MICROBATCHES, BATCH = 4, 2
 
 
-def run_of(steps):
+def run_of(steps, constants):
     return {
         "run": {"rounds": steps},
         "model": {"layers": 2},
         "inner": {"batch": BATCH},
-        "algorithm": {"name": "swarm", "stages": 2, "microbatches": MICROBATCHES},
+        "algorithm": {"name": "swarm", "stages": 2, "microbatches": MICROBATCHES, **constants},
     }
 
 
-async def found(swarm, steps, *options):
+async def found(swarm, steps, *options, **constants):
     """A founder whose run's manifest has nothing of other methods."""
     founder = swarm.daemon("founder")
-    path = swarm.manifest(**run_of(steps))
+    path = swarm.manifest(**run_of(steps, constants))
     lines = [line for line in path.read_text().splitlines() if not line.startswith(("inner_steps", "outer_momentum"))]
     path.write_text("\n".join(lines))
     swarm.start(founder, path, *options)
@@ -46,14 +46,21 @@ async def served(swarm, *daemons):
     return [daemon.of("stage_synced")[-1].integer("stage") for daemon in daemons]
 
 
+async def over(swarm, *daemons):
+    """Waits until the run is over for these, in any order."""
+    for daemon in daemons:
+        daemon.expected = True
+    assert [await swarm.ended(daemon) for daemon in daemons] == [0] * len(daemons)
+
+
 def made(daemon):
     return max((event.integer("step") + 1 for event in daemon.of("stage_step")), default=0)
 
 
-def check(swarm, steps):
+def check(swarm, steps, local_steps=1):
     """Every sample counted once in every step, and the servers of a stage at one in the end."""
     events = ({"event": event.kind, **event.fields} for daemon in swarm.daemons for event in daemon.recording.events)
-    samples = dict.fromkeys(range(MICROBATCHES), BATCH)
+    samples = dict.fromkeys(range(local_steps * MICROBATCHES), BATCH)
     assert audit(records(events), stages=2, steps=range(steps), samples=samples) == []
 
 
@@ -99,7 +106,7 @@ async def test_all_stop_and_go_on_and_the_model_is_put_together(swarm, shoal):
     swarm.start(founder)
     await swarm.started(founder)
     swarm.join(other, founder.ticket)
-    assert [await swarm.ended(daemon) for daemon in (founder, other)] == [0, 0]
+    await over(swarm, founder, other)
     for daemon, count in told.items():
         assert daemon.of("stage_synced")[count].integer("step") == max(kept.values())
     assert made(founder) == made(other) == steps
@@ -109,4 +116,20 @@ async def test_all_stop_and_go_on_and_the_model_is_put_together(swarm, shoal):
     path = founder.home / "checkpoints" / f"round-{steps:08d}.safetensors"
     assert str(path) in outcome.out
     assert load(path).state.header.revision == steps
+    assert shoal("sample", "--length", 5, home=founder.home).code == 0
+
+
+async def test_rounds_of_local_steps_and_the_validation_loss(swarm, shoal):
+    rounds, local_steps = 8, 5
+    founder = await found(swarm, rounds, "--wait-for", 3, local_steps=local_steps)
+    daemons = [founder, *await join(swarm, founder, "one", "two")]
+    await over(swarm, *daemons)
+    check(swarm, rounds, local_steps)
+    told = [{event.integer("round"): event.number("loss") for event in each.of("validation")} for each in daemons]
+    (last,) = {losses[rounds] for losses in told}  # all know that one; who comes late has not heard the first
+    assert last < next(losses[0] for losses in told if 0 in losses)
+    outcome = shoal("export", *(daemon.home for daemon in daemons[1:]), home=founder.home)
+    assert outcome.code == 0, outcome.err
+    exported = load(founder.home / "checkpoints" / f"round-{rounds:08d}.safetensors")
+    assert exported.state.outer.buffers["momentum"].abs().max() > 0
     assert shoal("sample", "--length", 5, home=founder.home).code == 0

@@ -60,7 +60,8 @@ UNEQUAL = attrs.evolve(PLAN, schedule="direct", blocks=(0, 1_000_000))
 RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True, 400),))
 GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
-STANDING = stages.Standing(5, 0, 1, True, 7, 1, 4, False, (2, 3), 2.5, 6, 1, False, 2, (0,))
+MEASURED, SQUARES = stages.Measured(6, 2.5), stages.Squares(6, 2.5)
+STANDING = stages.Standing(5, 0, 1, True, 7, 1, 4, False, (2, 3), 2.5, 6, 1, False, 2, (0,), MEASURED, 1.5, SQUARES)
 SHAPE = stages.Shape("int8", (2, 16, 8), 264)
 
 MESSAGES = {
@@ -209,10 +210,11 @@ MESSAGES = {
     probe.ProbeAnswer(HOME, 1.5): ("93 ac70726f62652e616e73776572 ae3139322e302e322e373a37303730 cb3ff8000000000000"),
     sync.RangeReply(1 << 20): "92 ab73746174652e6279746573 ce00100000",
     stages.Hello(ONES, STANDING): (
-        "93ab73746167652e68656c6c6fc420 11*32 9f050001c3070104c2920203cb40040000000000000601c2029100 "
+        "93ab73746167652e68656c6c6fc420 11*32 dc0012050001c3070104c2920203cb40040000000000000601c2029100 "
+        "9206cb4004000000000000 cb3ff8000000000000 9206cb4004000000000000"
     ),
     stages.Welcome(stages.Standing()): (
-        "92ad73746167652e77656c636f6d659f00c0c0c2000000c290cb00000000000000000000c2c090 "
+        "92ad73746167652e77656c636f6d65dc001200c0c0c2000000c290cb00000000000000000000c2c090c0c0c0 "
     ),
     stages.Ask(ONES, "backward", 7, 3, True, 30.0, SHAPE, None, SHAPE): (
         "9aa973746167652e61736bc420 11*32 a86261636b776172640703c3cb403e00000000000093a4696e743893021008cd "

@@ -9,12 +9,13 @@ import trio
 
 from optim.swarm.balance import Policy
 from optim.swarm.messages import Request
-from optim.swarm.server import Batch, StageServer
+from optim.swarm.server import Batch, StageServer, clipping
 from optim.swarm.stages import cut
 from optim.swarm.state import whole_state
 from peer.events import EventLog
 from peer.pipeline.messages import Sizes
-from peer.pipeline.node import Pipeline, PipelineNode
+from peer.pipeline.node import PipelineNode
+from peer.pipeline.settings import Pipeline
 from protocol.coordinator import RoundTimes
 from protocol.endpoint import Endpoint
 from protocol.errors import ShoalError
@@ -143,10 +144,10 @@ class PipelineSwarm:
         return [peer for peer in self.peers if peer.alive]
 
 
-def single_process(steps, microbatches=MICROBATCHES, lr=0.01):
+def single_process(steps, microbatches=MICROBATCHES, lr=0.01, optimizer=adamw, clip=None):
     """What one process makes of the same samples: the state of the whole model."""
     (stage,) = cut(transformer_chain(), 1)
-    server = StageServer(stage, adamw(stage), microbatches=microbatches)
+    server = StageServer(stage, optimizer(stage), microbatches=microbatches)
     server.stage.load(stage.state())
     for step in range(steps):
         for number in range(microbatches):
@@ -159,5 +160,5 @@ def single_process(steps, microbatches=MICROBATCHES, lr=0.01):
             server.finish(batch, server.compute(batch))
         server.freeze()
         server.settled(server.contribution().values)
-        server.advance()
+        server.advance(scale=1.0 if clip is None else clipping([server.squares()], clip))
     return whole_state([server.snapshot()])

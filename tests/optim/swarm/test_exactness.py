@@ -9,6 +9,7 @@ from tests.optim.swarm.toys import (
     PACKER,
     perceptron_batch,
     perceptron_chain,
+    sgd,
     text_batch,
     train_alone,
     transformer_chain,
@@ -54,6 +55,25 @@ def test_a_tied_matrix_is_trained_as_in_one_process():
     world = World(transformer_chain, text_batch, servers=[1, 2, 2], steps=4, microbatches=4).run()
     torch.testing.assert_close(losses_of(world), losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dict(world.state().model), dict(state), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_gradients_are_clipped_by_their_norm_over_the_whole_model(stages):
+    clip, (chain, batch) = 0.05, (transformer_chain, text_batch)
+    options = {"steps": 4, "microbatches": 4, "optimizer": sgd}
+    _, plain = train_alone(chain(), batch, **options)
+    _, state = train_alone(chain(), batch, **options, clip=clip)
+    world = World(chain, batch, servers=[1] * stages, **options, clip=clip).run()
+    torch.testing.assert_close(dict(world.state().model), dict(state), rtol=1e-4, atol=1e-5)
+    assert any(not torch.allclose(plain[name], state[name], rtol=1e-2, atol=1e-3) for name in state)
+
+
+def test_the_norm_does_not_depend_on_the_number_of_stages():
+    options = {"steps": 4, "in_flight": 1, "optimizer": sgd, "clip": 0.05}
+    one, three = (
+        World(perceptron_chain, perceptron_batch, servers=[1] * stages, **options).run().state() for stages in (1, 3)
+    )
+    assert all(torch.equal(values, three.model[name]) for name, values in one.model.items())
 
 
 FAULTS = Faults(

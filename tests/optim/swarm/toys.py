@@ -76,13 +76,18 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def serve(stage, microbatches, **options):
-    return StageServer(stage, adamw(stage), microbatches=microbatches, **options)
+def sgd(model):
+    """Unlike AdamW it takes larger steps if all gradients are larger."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def train_alone(chain, batch, steps, microbatches):
+def serve(stage, microbatches, optimizer=adamw, **options):
+    return StageServer(stage, optimizer(stage), microbatches=microbatches, **options)
+
+
+def train_alone(chain, batch, steps, microbatches, optimizer=adamw, clip=None):
     """What one process makes of the same microbatches: each sample's loss, and the model's final state."""
-    model, optimizer, losses = chain.model, adamw(chain.model), []
+    model, optimizer, losses = chain.model, optimizer(chain.model), []
     for step in range(steps):
         optimizer.zero_grad()
         samples = 0
@@ -94,5 +99,7 @@ def train_alone(chain, batch, steps, microbatches):
             samples += len(tokens)
         for parameter in model.parameters():
             parameter.grad.div_(samples)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return torch.cat(losses), model.state_dict()

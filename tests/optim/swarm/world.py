@@ -15,11 +15,13 @@ import torch
 from optim.swarm import cut
 from optim.swarm.arrivals import Bounds
 from optim.swarm.ledger import Settled, settle
+from optim.swarm.local import open_numbers
 from optim.swarm.messages import Withdraw
+from optim.swarm.server import clipping
 from optim.swarm.state import whole_state
 from optim.swarm.trainer import PipelineTrainer, Settings
 from protocol.errors import Overloaded, RequestRefused
-from tests.optim.swarm.toys import peer_id, sample, serve
+from tests.optim.swarm.toys import adamw, peer_id, sample, serve
 
 ONE_BY_ONE = Bounds(batch=1)
 
@@ -67,6 +69,9 @@ class World:
         make_chain: Makes the model, with the same values each time.
         batch: Tokens and targets of the microbatch (step, number).
         servers: How many each stage has.
+        microbatches: Of a step, or of a local step.
+        local_steps: If steps are rounds of local steps, how these go.
+        clip: The largest norm of the model's gradient.
     """
 
     def __init__(
@@ -83,11 +88,16 @@ class World:
         encoding="fp32",
         in_flight=4,
         bounds=ONE_BY_ONE,
+        local_steps=None,
+        clip=None,
+        optimizer=adamw,
     ):
+        self.clip, self.optimizer = clip, optimizer
         self.now, self.random, self.faults = 0.0, random.Random(seed), faults
-        self.batch, self.steps, self.microbatches = batch, steps, microbatches
+        self.batch, self.steps, self.local_steps, self.size = batch, steps, local_steps, microbatches
+        self.microbatches = microbatches * (1 if local_steps is None else local_steps.count)
         self.records, self.losses, self.bytes, self.deaths, self.failed_settlements = [], {}, 0, 0, 0
-        self.step, self.begun, self.most_waiting = 0, 0, 0
+        self.step, self.begun, self.most_waiting, self._open = 0, 0, 0, 0
         self._events, self._order, self._names = [], itertools.count(), itertools.count()
         self._encoding, self._bounds, self._make_chain = encoding, bounds, make_chain
         self._settled, self._settling, self._progress = set(), set(), {}
@@ -97,7 +107,7 @@ class World:
             for index, count in enumerate(servers)
             for stage in [cut(make_chain(), self.stages)[index] for _ in range(count)]
         ]
-        settings = Settings(in_flight=in_flight, patience=10.0, grace=2.0)
+        settings = Settings(in_flight=in_flight, patience=10.0, grace=2.0, same_path=local_steps is not None)
         self.trainers = [
             Trainer(PipelineTrainer(self.stages, random.Random(seed + index), settings)) for index in range(trainers)
         ]
@@ -124,9 +134,10 @@ class World:
             first, *others = [server.core.snapshot() for server in self.members(stage)]
             for other in others:
                 assert all(torch.equal(values, other.model[name]) for name, values in first.model.items())
+                shared, others_shared = (each.outer if self.local_steps else each.inner for each in (first, other))
                 assert all(
-                    torch.equal(values, other.inner[kind][name])
-                    for kind, named in first.inner.items()
+                    torch.equal(values, others_shared[kind][name])
+                    for kind, named in shared.items()
                     for name, values in named.items()
                 )
         return whole_state(self.members(stage)[0].core.snapshot() for stage in range(self.stages))
@@ -161,7 +172,35 @@ class World:
     # What happens around the cores
 
     def _serve(self, stage):
-        return serve(stage, self.microbatches, encoding=self._encoding, bounds=self._bounds)
+        return serve(
+            stage,
+            self.microbatches,
+            self.optimizer,
+            encoding=self._encoding,
+            bounds=self._bounds,
+            local_steps=self.local_steps,
+        )
+
+    def sample(self, number):
+        """The contents of a microbatch of this step."""
+        local, place = divmod(number, self.size)
+        return sample(self.batch(self.step * self.microbatches // self.size + local, place))
+
+    def _open_more(self):
+        """Lets trainers go on to the next local step, once all stages have counted those before."""
+        ledgers = [[len(server.core.ledger) for server in self.members(stage)] for stage in range(self.stages)]
+        counted = [self.microbatches if stage in self._settled else sum(each) for stage, each in enumerate(ledgers)]
+        now, before = open_numbers(counted, self.size, self.microbatches), self._open
+        if now > before:
+            self._open = now
+            self._lead(range(before, now))
+
+    def _lead(self, numbers):
+        alive = [trainer for trainer in self.trainers if trainer.alive]
+        for index, trainer in enumerate(alive):
+            for number in numbers[index :: len(alive)]:
+                trainer.core.add(number, self.sample(number), set(range(self.stages)) - self._settled)
+            self._poll(trainer)
 
     def _begin(self):
         for trainer in self.trainers:
@@ -170,10 +209,10 @@ class World:
         if self.step == self.steps:
             return
         alive = [trainer for trainer in self.trainers if trainer.alive]
-        for index, trainer in enumerate(alive):
-            numbers = range(index, self.microbatches, len(alive))
-            trainer.core.begin(self.step, {number: sample(self.batch(self.step, number)) for number in numbers})
-            self._poll(trainer)
+        for trainer in alive:
+            trainer.core.begin(self.step, {})
+        self._open = self.size
+        self._lead(range(self.size))
         if len(alive) > 1 and self._chance(self.faults.trainer_death):
             self.after(self.random.uniform(0, 10), lambda: setattr(alive[-1], "alive", False))
 
@@ -242,6 +281,7 @@ class World:
         for (trainer, step, call), answer in server.core.finish(batch, answers):
             if not self._chance(faults.lost_answer):
                 self._answer(trainer, step, call, answer)
+        self._open_more()
         self._settle_if_due(server.stage)
         self._work(server)
 
@@ -301,19 +341,23 @@ class World:
         alive = [trainer for trainer in self.trainers if trainer.alive]
         if step != self.step:
             return
-        for number in missing:
+        for number in missing & set(range(self._open)):
             if not any(number in trainer.core.numbers for trainer in alive):
-                tokens = sample(self.batch(self.step, number))
-                alive[number % len(alive)].core.add(number, tokens, [stage])
+                alive[number % len(alive)].core.add(number, self.sample(number), [stage])
         for trainer in alive:
             trainer.core.missing(stage, attempt, missing)
             self._poll(trainer)
 
     def _advance(self):
         tied = {stage: self.members(stage)[0].core.tied_gradients() for stage in range(self.stages)}
+        tied = {stage: gradients for stage, gradients in tied.items() if gradients}
+        scale = 1.0
+        if self.clip is not None:
+            cores = [self.members(stage)[0].core for stage in range(self.stages)]
+            scale = clipping([core.squares({} if stage else tied) for stage, core in enumerate(cores)], self.clip)
         for server in self.servers:
             if server.alive:
-                server.core.advance({stage: gradients for stage, gradients in tied.items() if gradients})
+                server.core.advance(tied, scale)
         self.step += 1
         self._settled, self._settling, self._progress = set(), set(), {}
         self.after(1.0, self._begin)  # until then trainers are behind, and answers are on their way
