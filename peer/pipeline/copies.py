@@ -1,11 +1,14 @@
 """Copies of stages' states at peers of other stages: what a stage goes on from that has lost all its servers.
 
-The first server of each stage keeps a copy of the next stage's state, and renews it now and then.
+The first server of each stage keeps a copy of the next stage's state, and renews it now and then. Until the first of
+these, whoever has the states of several stages on its disk has these to offer: a run may begin with them.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 import trio
 
@@ -13,7 +16,7 @@ from optim.swarm.state import StageState
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import FetchState, stage_run
 from peer.pipeline.service import send_tensors
-from peer.pipeline.tensors import load
+from peer.pipeline.tensors import dump, load
 from peer.pipeline.transfer import fetch_tensors
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
@@ -22,11 +25,31 @@ from protocol.stream import Stream
 
 
 class Copies:
-    """The copies that this peer keeps. `run` must run."""
+    """The copies that this peer keeps. `run` must run.
 
-    def __init__(self, endpoint: Endpoint, run_id: bytes, stages: int, crew: Crew, courtesy: Courtesy) -> None:
+    Args:
+        endpoint: Carries everything.
+        run_id: 32 bytes.
+        stages: How many the model has.
+        crew: Who does what.
+        courtesy: What others give way to.
+        saved: What the disk has of a stage.
+        offered: Stages of which it has something that others may need.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: bytes,
+        stages: int,
+        crew: Crew,
+        courtesy: Courtesy,
+        *,
+        saved: Callable[[int], Awaitable[StageState | None]],
+        offered: Collection[int] = (),
+    ) -> None:
         self._endpoint, self._run, self._stages, self._crew = endpoint, run_id, stages, crew
-        self._courtesy = courtesy
+        self._courtesy, self._saved, self._offered = courtesy, saved, set(offered)
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._handlers: dict[int, contextlib.ExitStack] = {}
         self._wanted: int | None = None
@@ -34,6 +57,8 @@ class Copies:
 
     def renew(self, stage: int) -> None:
         """Fetches the state of the stage after this one, in which we serve, if that is for us to do; not at once."""
+        for each in list(self._offered):  # all stages are ahead of it, and others have copies
+            self.forget(each)
         servers = list(self._crew.servers(stage))
         if self._stages > 1 and servers and servers[0] == self._crew.peer:
             self._wanted = (stage + 1) % self._stages
@@ -42,13 +67,15 @@ class Copies:
     async def run(self) -> None:
         """Fetches copies until cancelled."""
         try:
+            for stage in self._offered:
+                self._offer(stage)
             while True:
                 await self._asked.wait()
                 self._asked = trio.Event()
                 if self._wanted is not None:
                     await self._fetch(self._wanted)
         finally:
-            for stage in list(self._kept):
+            for stage in [*self._kept, *self._offered]:
                 self.forget(stage)
 
     async def find(self, stage: int) -> StageState | None:
@@ -75,21 +102,29 @@ class Copies:
         for other in list(self._kept.keys() - {stage}):
             self.forget(other)
         self._kept[stage] = kept
+        self._offer(stage)
+
+    def _offer(self, stage: int) -> None:
         if stage not in self._handlers:
             stack = self._handlers[stage] = contextlib.ExitStack()
             run = stage_run(self._run, stage)
-            stack.enter_context(self._endpoint.serving(run, "", {FetchState: self._on_fetch}))
-        self._crew.announce(copies=tuple(self._kept))
+            stack.enter_context(self._endpoint.serving(run, "", {FetchState: partial(self._on_fetch, stage)}))
+        self._crew.announce(copies=tuple(sorted(self._handlers)))
 
     def forget(self, stage: int) -> None:
         """Keeps no copy of a stage any more, such as of one that we serve ourselves."""
-        if self._kept.pop(stage, None) is not None:
+        self._kept.pop(stage, None)
+        self._offered.discard(stage)
+        if stage in self._handlers:
             self._handlers.pop(stage).close()
-            self._crew.announce(copies=tuple(self._kept))
+            self._crew.announce(copies=tuple(sorted(self._handlers)))
 
-    async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
-        for stage, (step, data) in self._kept.items():
-            if stage_run(self._run, stage) == request.run and stream.peer in self._crew.standings:
-                await send_tensors(stream, step, data, self._courtesy)
+    async def _on_fetch(self, stage: int, request: FetchState, stream: Stream) -> None:
+        if stream.peer in self._crew.standings:
+            kept = self._kept.get(stage)
+            if kept is None and (state := await self._saved(stage)) is not None:
+                kept = state.step, dump(state)
+            if kept is not None:
+                await send_tensors(stream, *kept, self._courtesy)
                 return
         raise RequestRefused("this state is not kept here", code="gone")

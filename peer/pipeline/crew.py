@@ -49,7 +49,7 @@ class Crew:
         self._stages, self._last = stages, last
         self.own = standing
         self._others: dict[PeerId, Standing] = {}
-        self.furthest = 0
+        self.furthest = standing.step
         """The last step that anybody has been at, as far as we know."""
         self._announced = trio.Event()
         self._heard_by: dict[PeerId, int] = {}  # which of our standings they have
@@ -92,9 +92,14 @@ class Crew:
             self._announced = trio.Event()
             self.notify()
 
-    def is_known(self, number: int) -> bool:
-        """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it."""
-        others = set(self._mesh.members) - {self.peer}
+    def is_known(self, number: int, to: Collection[PeerId] | None = None) -> bool:
+        """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it.
+
+        Args:
+            number: Of the standing.
+            to: Only these.
+        """
+        others = set(self._mesh.members if to is None else to) - {self.peer}
         return all(self._heard_by.get(peer, -1) >= number for peer in others)
 
     def notify(self) -> None:
