@@ -8,7 +8,7 @@ counts as moved for all who have heard it (`peer.pipeline.moving`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import attrs
 
@@ -103,7 +103,13 @@ def _next(there: dict[PeerId, Member], stages: int, policy: Policy, moved: Colle
     ]
     if not donors:
         return None
-    # Of those that are about as good, the first by name: rates differ a little from one peer's records to another's.
-    enough = max(map(after, donors)) / (1 + policy.gain)
-    best = min((member for member in donors if after(member) >= enough), key=lambda member: member.peer)
+    # Of those that are about as good, those of the fastest stages, and of these the first by name. "About", because
+    # rates differ a little from one peer's records to another's.
+    good = _largest(donors, after, policy.gain)
+    best = min(_largest(good, lambda member: rates[member.stage], policy.gain), key=lambda member: member.peer)
     return Move(best.peer, best.stage, target)
+
+
+def _largest(members: Collection[Member], value: Callable[[Member], float], tolerance: float) -> list[Member]:
+    enough = max(map(value, members)) / (1 + tolerance)
+    return [member for member in members if value(member) >= enough]

@@ -56,6 +56,9 @@ class Server:
             await trio.sleep(self.group.random.uniform(0.9, 1.1))
             if not self.ready:
                 continue
+            if not all(self.group.ready(stage) for stage in range(self.group.stages)):  # that stops them all
+                self.crew.announce(step=self.crew.furthest)
+                continue
             step = int(trio.current_time())  # that of all, give or take who is late
             self.crew.announce(step=step, rested=self.crew.own.rested + 1, rate=self.rate())
             move = self.balance.wanted()
@@ -84,6 +87,11 @@ class Server:
         self.crew.announce(ready=True)
 
 
+def serving(server):
+    """How many serve a stage, as far as a server knows."""
+    return sum(each.stage is not None for each in server.crew.standings.values())
+
+
 class Group:
     """Servers of some stages on links of all latencies."""
 
@@ -109,6 +117,11 @@ class Group:
         while not condition():  # noqa: ASYNC110 - on simulated time
             await trio.sleep(0.1)
 
+    async def acquainted(self):
+        """Until all have told all others that they serve."""
+        number = len(self.servers)
+        await self.until(lambda: all(serving(each) == number for each in self.servers))
+
     def kill(self, server):
         server.alive = False
         self.network.kill(server.host)
@@ -126,8 +139,8 @@ async def group_of(nursery):
     return make
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("assignment", [[0] * 6 + [1] * 2, [0] * 7 + [1] + [2], [0] * 5 + [1] * 5 + [2] * 1 + [3] * 1])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("assignment", [[0] * 5 + [1], [0] * 4 + [1, 2]])
 async def test_stages_become_equal_with_hardly_more_moves_than_it_takes(autojump_clock, group_of, assignment, seed):
     group = group_of(assignment, seed)
     best = len(assignment) // group.stages
@@ -136,33 +149,33 @@ async def test_stages_become_equal_with_hardly_more_moves_than_it_takes(autojump
     made = [move for server in group.servers for move in server.moves]
     needed = sum(max(0, best - assignment.count(stage)) for stage in range(group.stages))
     assert needed <= len(made) <= needed + 1
-    await trio.sleep(60)
+    await trio.sleep(20)
     assert len([move for server in group.servers for move in server.moves]) == len(made)  # and then nobody moves
     assert group.lost_by_moves == 0
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 async def test_no_stage_loses_its_last_server_by_moves_while_others_die(autojump_clock, group_of, seed):
     """Two servers of each stage; those of one die. Of several that want to help, none leaves its stage empty."""
-    group = group_of([0, 0, 1, 1, 2, 2, 3, 3], seed)
-    await trio.sleep(10)
-    for victim in group.ready(seed % 4):
+    group = group_of([0, 0, 1, 1, 2, 2], seed)
+    await group.acquainted()
+    for victim in group.ready(seed % 3):
         group.kill(victim)
     with trio.fail_after(120):
         await group.until(lambda: min(group.counts()) > 0)
-        await trio.sleep(30)
+        await trio.sleep(10)
     assert group.lost_by_moves == 0
     assert min(group.counts()) >= 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 async def test_of_two_servers_that_both_want_to_leave_one_stays(autojump_clock, group_of, seed):
     """Each of them alone could help one of the stages without servers."""
     group = group_of([0, 0, 1, 2], seed)
-    await trio.sleep(5)
+    await group.acquainted()
     for victim in [*group.ready(1), *group.ready(2)]:
         group.kill(victim)
-    await trio.sleep(60)
+    await trio.sleep(20)
     assert group.lost_by_moves == 0
     assert sorted(group.counts()) == [0, 1, 1]
     assert group.counts()[0] == 1
