@@ -44,9 +44,9 @@ class Move:
 class Policy:
     """When moves are worth it. The same for all members."""
 
-    gain: float = 0.1
+    gain: float = 0.05
     """By what share the slower one of the two stages has to gain: hysteresis, as measured rates go up and down."""
-    rest: float = 5.0
+    rest: float = 10.0
     """Steps that a peer stays in a stage: a move costs the transfer of the stage's state."""
 
 

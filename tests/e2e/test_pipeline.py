@@ -110,3 +110,13 @@ async def test_all_stop_and_go_on_and_the_model_is_put_together(swarm, shoal):
     assert str(path) in outcome.out
     assert load(path).state.header.revision == steps
     assert shoal("sample", "--length", 5, home=founder.home).code == 0
+
+    again = swarm.daemon("again")  # all of it on one machine, for some steps more
+    one_stage = founder.home / "one-stage.toml"
+    kept = (founder.home / "manifest.toml").read_text().partition("[founder]")[0]
+    one_stage.write_text(kept.replace("stages = 2", "stages = 1").replace(f"rounds = {steps}", f"rounds = {steps + 3}"))
+    swarm.start(again, one_stage, "--from", path)
+    assert await swarm.ended(again) == 0
+    assert again.of("stage_synced")[0].integer("step") == steps
+    assert made(again) == steps + 3
+    assert 0 < again.of("inner")[0].fields["loss"] < 1.1 * founder.of("inner")[-1].fields["loss"]
