@@ -91,6 +91,8 @@ class Copies:
         return None
 
     async def _fetch(self, stage: int) -> None:
+        if self._crew.own.stage == stage:  # we have moved since it was asked for
+            return
         for peer in self._crew.servers(stage):
             with contextlib.suppress(ShoalError):
                 kept = await fetch_tensors(self._endpoint, peer, FetchState(stage_run(self._run, stage)))

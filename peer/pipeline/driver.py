@@ -24,7 +24,7 @@ from peer.pipeline.messages import (
 )
 from peer.pipeline.service import StageService
 from protocol.endpoint import Endpoint
-from protocol.errors import RequestTimeout, ShoalError
+from protocol.errors import PeerUnreachable, RequestTimeout, ShoalError
 from protocol.identity import PeerId
 
 GRACE = 10.0
@@ -170,6 +170,8 @@ class Driver:
     async def _ask(self, send: Send) -> Answer | Withdrawn:
         run, message = self._runs[send.stage], send.message
         own = self._local(send.stage) if send.peer == self._crew.peer else None
+        if own is None and send.peer == self._crew.peer:
+            raise PeerUnreachable("we have just left this stage")
         if isinstance(message, Withdraw):
             if own is not None:
                 return own.server.withdraw(message)

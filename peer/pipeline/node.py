@@ -244,6 +244,7 @@ class PipelineNode:
             move = await self._serve_stage(stage)
             if move is None:
                 return
+            self.crew.announce(ready=False)
             self.events.emit("moved", source=move.source, target=move.target)
             stage = move.target
 
