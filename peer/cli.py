@@ -188,6 +188,10 @@ def start(
         typer.Argument(help="From `shoal init`. Default: this home's run, or a new one."),
     ] = None,
     wait_for: Annotated[int, typer.Option(min=1, help="Peers, this one included, to begin training with.")] = 1,
+    origin: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Of swarm: begin with this checkpoint, of any number of stages."),
+    ] = None,
 ) -> None:
     """Found a run, print its ticket, and train. In the same home, go on with it.
 
@@ -197,8 +201,15 @@ def start(
 
     home = Home(node.path)
     founded = _founded(manifest, settings.tables(), node, home)
+    if origin is not None and (founded.settings.algorithm.name != "swarm" or not node.serve):
+        raise UsageError("only a run of stages begins with a checkpoint, and its founder has to serve a stage")
     _run_node(
-        node, home, manifest=founded, wait_for=wait_for, on_ticket=lambda ticket: print(ticket.encode(), flush=True)
+        node,
+        home,
+        manifest=founded,
+        wait_for=wait_for,
+        origin=origin,
+        on_ticket=lambda ticket: print(ticket.encode(), flush=True),
     )
 
 
@@ -398,6 +409,7 @@ def _run_node(
     manifest: Manifest | None = None,
     ticket: Ticket | None = None,
     wait_for: int = 1,
+    origin: Path | None = None,
     on_ticket: Callable[[Ticket], None] | None = None,
 ) -> None:
     """Runs a daemon until it ends; exits with its code unless it is done."""
@@ -444,6 +456,7 @@ def _run_node(
             manifest=manifest,
             ticket=ticket,
             wait_for=wait_for,
+            origin=origin,
             linger=node.linger,
             serve=node.serve,
             farewell=farewell,

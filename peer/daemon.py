@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import attrs
 import torch
@@ -34,6 +35,7 @@ from peer.manifest import Manifest, kept_manifest
 from peer.membership import NEAR, Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.pipeline.ending import HANDOVER
+from peer.pipeline.files import cut_checkpoint
 from peer.pipeline.run import make_node, make_pipeline, memory_of, parameters_of
 from peer.probe import Prober
 from peer.reach import (
@@ -111,6 +113,8 @@ class DaemonConfig:
     max_memory: int | None = None
     manifest: Manifest | None = None
     ticket: Ticket | None = None
+    origin: Path | None = None
+    """A checkpoint that a founded run begins with, if it is of stages."""
     serve: bool = True
     """Whether to serve a stage, in a run whose model is cut into stages."""
     farewell: Farewell = attrs.field(factory=Farewell)
@@ -237,6 +241,8 @@ class _Daemon:
                 f"a stage of this run's model needs about {size(needed)}, and --max-memory allows {size(limit)}",
                 hint="allow more, or join with --no-serve",
             )
+        if config.origin is not None:
+            await self._compute(cut_checkpoint, config.origin, manifest, self._home)
         self._keep_manifest(manifest)
         membership = self._make_membership(manifest, allowed, settings.algorithm.recipe())
         founded = manifest.founder == self._identity.public_key

@@ -1,12 +1,14 @@
 """Copies of stages' states at peers of other stages: what a stage goes on from that has lost all its servers.
 
-The first server of each stage keeps a copy of the next stage's state, and renews it now and then.
+The first server of each stage keeps a copy of the next stage's state, and renews it now and then. Until the first of
+these, whoever has the states of several stages on its disk has these to offer: a run may begin with them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 
 import trio
 
@@ -14,7 +16,7 @@ from optim.swarm.state import Form, StageState
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import FetchState, stage_run
 from peer.pipeline.service import send_tensors
-from peer.pipeline.tensors import load
+from peer.pipeline.tensors import dump, load
 from peer.pipeline.transfer import fetch_tensors
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
@@ -33,6 +35,8 @@ class Copies:
         crew: Who does what.
         courtesy: Lets operations go before states that are sent.
         forms: What the state of a stage looks like.
+        saved: What the disk has of a stage.
+        offered: Stages of which it has something that others may need.
     """
 
     def __init__(
@@ -43,9 +47,12 @@ class Copies:
         crew: Crew,
         courtesy: Courtesy,
         forms: Callable[[int], Form],
+        *,
+        saved: Callable[[int], Awaitable[StageState | None]],
+        offered: Collection[int] = (),
     ) -> None:
         self._endpoint, self._run, self._stages, self._crew = endpoint, run_id, stages, crew
-        self._courtesy, self._forms = courtesy, forms
+        self._courtesy, self._forms, self._saved, self._offered = courtesy, forms, saved, set(offered)
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._handlers: dict[int, contextlib.ExitStack] = {}
         self._wanted: int | None = None
@@ -58,6 +65,8 @@ class Copies:
             stage: Ours.
             due: Whether a copy that we have is to be renewed.
         """
+        for each in list(self._offered) if due else ():  # all stages are ahead of it, and others have copies
+            self.forget(each)
         servers, wanted = list(self._crew.servers(stage)), (stage + 1) % self._stages
         is_first = bool(servers) and servers[0] == self._crew.peer
         if self._stages > 1 and is_first and (due or wanted not in self._kept):
@@ -67,13 +76,15 @@ class Copies:
     async def run(self) -> None:
         """Fetches copies until cancelled."""
         try:
+            for stage in self._offered:
+                self._offer(stage)
             while True:
                 await self._asked.wait()
                 self._asked = trio.Event()
                 if self._wanted is not None:
                     await self._fetch(self._wanted)
         finally:
-            for stage in list(self._kept):
+            for stage in [*self._kept, *self._offered]:
                 self.forget(stage)
 
     async def find(self, stage: int, kinds: Mapping[str, bool]) -> StageState | None:
@@ -98,6 +109,8 @@ class Copies:
         return await fetch_tensors(self._endpoint, peer, request, most=self._forms(stage).most)
 
     async def _fetch(self, stage: int) -> None:
+        if self._crew.own.stage == stage:  # we have moved since it was asked for
+            return
         for peer in self._crew.servers(stage):
             with contextlib.suppress(ShoalError):
                 kept = await self._fetch_from(peer, stage)
@@ -109,21 +122,29 @@ class Copies:
         for other in list(self._kept.keys() - {stage}):
             self.forget(other)
         self._kept[stage] = kept
+        self._offer(stage)
+
+    def _offer(self, stage: int) -> None:
         if stage not in self._handlers:
             stack = self._handlers[stage] = contextlib.ExitStack()
             run = stage_run(self._run, stage)
-            stack.enter_context(self._endpoint.serving(run, "", {FetchState: self._on_fetch}))
-        self._crew.announce(copies=tuple(self._kept))
+            stack.enter_context(self._endpoint.serving(run, "", {FetchState: partial(self._on_fetch, stage)}))
+        self._crew.announce(copies=tuple(sorted(self._handlers)))
 
     def forget(self, stage: int) -> None:
         """Keeps no copy of a stage any more, such as of one that we serve ourselves."""
-        if self._kept.pop(stage, None) is not None:
+        self._kept.pop(stage, None)
+        self._offered.discard(stage)
+        if stage in self._handlers:
             self._handlers.pop(stage).close()
-            self._crew.announce(copies=tuple(self._kept))
+            self._crew.announce(copies=tuple(sorted(self._handlers)))
 
-    async def _on_fetch(self, request: FetchState, stream: Stream) -> None:
-        for stage, (step, data) in self._kept.items():
-            if stage_run(self._run, stage) == request.run and stream.peer in self._crew.standings:
-                await send_tensors(stream, step, data, self._courtesy)
+    async def _on_fetch(self, stage: int, request: FetchState, stream: Stream) -> None:
+        if stream.peer in self._crew.standings:
+            kept = self._kept.get(stage)
+            if kept is None and (state := await self._saved(stage)) is not None:
+                kept = state.step, dump(state)
+            if kept is not None:
+                await send_tensors(stream, *kept, self._courtesy)
                 return
         raise RequestRefused("this state is not kept here", code="gone")

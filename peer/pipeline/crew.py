@@ -55,7 +55,7 @@ class Crew:
         self._claims: dict[PeerId, Standing] = {}  # what they say
         self._others: dict[PeerId, Standing] = {}  # the last of it that can be
         self._gone: dict[PeerId, Standing] = {}  # of those that are not there any more
-        self._reached = 0
+        self._reached = standing.step
         self._announced = trio.Event()
         self._heard_by: dict[PeerId, int] = {}  # which of our standings they have
         self.changed = trio.Event()
@@ -127,9 +127,14 @@ class Crew:
             self._announced = trio.Event()
             self.notify()
 
-    def is_known(self, number: int) -> bool:
-        """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it."""
-        others = set(self._mesh.members) - {self.peer}
+    def is_known(self, number: int, to: Collection[PeerId] | None = None) -> bool:
+        """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it.
+
+        Args:
+            number: Of the standing.
+            to: Only these.
+        """
+        others = set(self._mesh.members if to is None else to) - {self.peer}
         return all(self._heard_by.get(peer, -1) >= number for peer in others)
 
     def notify(self) -> None:

@@ -25,7 +25,7 @@ from peer.pipeline.messages import (
 )
 from peer.pipeline.service import StageService
 from protocol.endpoint import Endpoint
-from protocol.errors import RequestTimeout, ShoalError
+from protocol.errors import PeerUnreachable, RequestTimeout, ShoalError
 from protocol.identity import PeerId
 
 GRACE = 10.0
@@ -203,7 +203,11 @@ class Driver:
         raise RequestTimeout(f"{peer.short} has not answered within {request.patience + GRACE:g} s")
 
     def _own(self, stage: int, peer: PeerId) -> StageService | None:
-        return self._local(stage) if peer == self._crew.peer else None
+        if peer != self._crew.peer:
+            return None
+        if (own := self._local(stage)) is None:
+            raise PeerUnreachable("we have just left this stage")
+        return own
 
 
 def _owner(trainers: Iterable[PeerId], step: int, number: int) -> PeerId:

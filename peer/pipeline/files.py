@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from optim import FlatParameters, OuterState
+from optim.swarm.stages import cut
 from optim.swarm.state import StageState, whole_state
 from peer.algorithm import PIPELINE
 from peer.chain import Header
 from peer.checkpoint import Checkpoint, CheckpointError
+from peer.checkpoint import load as load_checkpoint
 from peer.checkpoint import save as save_checkpoint
 from peer.history import History
 from peer.home import Home, HomeError, write_atomically
@@ -36,10 +38,11 @@ class StageFiles:
         """Of which steps there are files of a stage, the newest first."""
         return sorted((step for each, step in self._found() if each == stage), reverse=True)
 
-    def newest(self) -> int | None:
-        """The stage whose file is of the latest step; None if there are no files."""
+    def newest(self) -> tuple[int, list[int]]:
+        """The latest step that there is a file of, and the stages that have one of that step."""
         found = self._found()
-        return max(found, key=lambda place: (place[1], -place[0]))[0] if found else None
+        latest = max((step for _, step in found), default=0)
+        return latest, sorted(stage for stage, step in found if step == latest)
 
     def save(self, stage: int, state: StageState) -> None:
         """Writes a stage's state, whole or not at all, and removes all but the newest few.
@@ -121,6 +124,35 @@ def assemble(manifest: Manifest, directories: Iterable[Path], stages: int) -> tu
         f"there is no file of stage {missing[0]}" if missing else "the stages' files are of different steps",
         hint="name the homes of peers of all stages",
     )
+
+
+def cut_checkpoint(path: Path, manifest: Manifest, home: Home) -> None:
+    """Writes into a home what its run begins with: the states of its stages, from a checkpoint of another run.
+
+    Raises:
+        CheckpointError: It is no checkpoint of a run of stages with the same model, or is at the run's last step, or
+            there is no room.
+        HomeError: The home is in a run already.
+    """
+    if kept_manifest(home) is not None:
+        raise HomeError(f"{home.path} is in a run already, and goes on with it", hint="use another --home")
+    checkpoint, settings = load_checkpoint(path), manifest.settings
+    step, model = checkpoint.state.header.revision, Transformer(settings.model, seed=settings.run.seed)
+    if checkpoint.settings.algorithm.name != PIPELINE or checkpoint.settings.model != settings.model:
+        raise CheckpointError(f"{path} is not of a run of stages with this model", hint="`shoal export` writes such")
+    if 0 < settings.run.rounds <= step:
+        raise CheckpointError(f"{path} is of step {step}, and the run has {settings.run.rounds}")
+    layout, files = FlatParameters(model), StageFiles(home.checkpoints)
+    whole = layout.scatter(checkpoint.state.outer.parameters)
+    moments = {kind: layout.scatter(values) for kind, values in checkpoint.inner.items() if kind != "step"}
+    if checkpoint.inner:
+        moments["step"] = dict.fromkeys(whole, checkpoint.inner["step"])
+    stages = settings.algorithm["stages"]
+    assert isinstance(stages, int)
+    for number, stage in enumerate(cut(model.chain(), stages)):
+        names = [name for name, _ in stage.model.named_parameters()]
+        inner = {kind: {name: named[name] for name in names} for kind, named in moments.items()}
+        files.save(number, StageState(step, {name: whole[name] for name in names}, inner))
 
 
 def _checkpoint(manifest: Manifest, states: list[StageState]) -> tuple[Checkpoint, FlatParameters]:

@@ -85,7 +85,7 @@ class Standing:
     leaving: bool = False
     moving: StageNumber | None = None
     """For which stage it is about to leave its own: others do not leave at the same time."""
-    copies: Annotated[tuple[StageNumber, ...], msgspec.Meta(max_length=16)] = ()
+    copies: Annotated[tuple[StageNumber, ...], msgspec.Meta(max_length=MOST_STAGES)] = ()
     """Stages of which it keeps a copy of the state, for when all their servers are lost."""
     measured: Measured | None = None
     """What it has measured last, if it was for it to do that."""

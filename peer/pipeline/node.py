@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from optim.swarm.arrivals import Bounds
-from optim.swarm.balance import Member, Move, moves, newcomers_stage, throughputs
+from optim.swarm.balance import Move, newcomers_stage
 from optim.swarm.ledger import Ledger
 from optim.swarm.server import StageServer
 from optim.swarm.state import Form, StageState
@@ -25,6 +25,7 @@ from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
 from peer.pipeline.ending import forlorn, hand_over, linger
 from peer.pipeline.messages import Standing, stage_run
+from peer.pipeline.moving import Balance
 from peer.pipeline.service import StageService
 from peer.pipeline.settings import Pipeline
 from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps
@@ -69,6 +70,8 @@ class PipelineNode:
         trainer: How its trainer goes about it.
         save: Keeps a stage's state, now and then and at the end; called by way of `compute`.
         saved: What it has kept last of a stage, in an earlier life; called in the same way.
+        begun: At which step that is.
+        offered: Stages of which it has kept what others may need.
         device: Where the stage is.
         founds: Whether others come to us, so that we wait for them for ever.
         asked: Set when we are to leave.
@@ -88,11 +91,14 @@ class PipelineNode:
     trainer: TrainerSettings = attrs.field(factory=TrainerSettings)
     save: Callable[[int, StageState], None] = lambda stage, state: None
     saved: Callable[[int], StageState | None] = lambda stage: None
+    begun: int = 0
+    offered: Collection[int] = ()
     device: str = "cpu"
     founds: bool = False
     asked: trio.Event = attrs.field(factory=trio.Event)
     refusal: Callable[[], ShoalError | None] = lambda: None
     crew: Crew = attrs.field(init=False)
+    _balance: Balance = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
     _states: States = attrs.field(init=False)
@@ -108,10 +114,14 @@ class PipelineNode:
             self.endpoint,
             self.pipeline.run_id,
             self.mesh,
-            Standing(),
+            Standing(step=self.begun),
             stages=self.pipeline.stages,
             last=self.pipeline.steps,
         )
+
+    @_balance.default
+    def _make_balance(self) -> Balance:
+        return Balance(self.crew, self.pipeline.stages, self.pipeline.balance)
 
     @_courtesy.default
     def _make_courtesy(self) -> Courtesy:
@@ -119,7 +129,19 @@ class PipelineNode:
 
     @_copies.default
     def _make_copies(self) -> Copies:
-        return Copies(self.endpoint, self.pipeline.run_id, self.pipeline.stages, self.crew, self._courtesy, self.form)
+        return Copies(
+            self.endpoint,
+            self.pipeline.run_id,
+            self.pipeline.stages,
+            self.crew,
+            self._courtesy,
+            self.form,
+            saved=self._read,
+            offered=self.offered,
+        )
+
+    async def _read(self, stage: int) -> StageState | None:
+        return await self.compute(self.saved, stage)
 
     @_states.default
     def _make_states(self) -> States:
@@ -209,8 +231,7 @@ class PipelineNode:
         with_us = [each for each in others if each.stage == own.stage]
         if not own.ready or any(each.ready for each in with_us):
             return False
-        found = moves(self._members(), self.pipeline.stages, self.pipeline.balance)
-        return bool(with_us) or any(move.target == own.stage for move in found)
+        return bool(with_us) or any(move.target == own.stage for move in self._balance.moves())
 
     async def _watch_for_solitude(self, reasons: list[ShoalError], scope: trio.CancelScope) -> None:
         reasons.append(await forlorn(self.crew, self.refusal))
@@ -261,6 +282,7 @@ class PipelineNode:
             move = await self._serve_stage(stage)
             if move is None:
                 return
+            self.crew.announce(ready=False)
             self.events.emit("moved", source=move.source, target=move.target)
             stage = move.target
 
@@ -285,37 +307,14 @@ class PipelineNode:
         return stage
 
     def _neediest(self, peers: Collection[PeerId]) -> int:
-        """The slowest stage, as far as these peers serve it; first those that have fewer than two servers."""
-        members = [member for member in self._members() if member.peer in peers and member.peer != self.crew.peer]
-        counts = [
-            sum(member.stage == stage and not member.leaving for member in members)
-            for stage in range(self.pipeline.stages)
-        ]
-        if min(counts) < 2:
-            return counts.index(min(counts))
+        """The stage that needs a newcomer most, as far as these peers serve stages."""
+        members = [each for each in self._balance.members() if each.peer in peers and each.peer != self.crew.peer]
         return newcomers_stage(members, self.pipeline.stages)
-
-    def _members(self) -> list[Member]:
-        """What balancing goes by. Who fetches a stage's state counts as its server: help is on its way."""
-        standings = {peer: each for peer, each in self.crew.standings.items() if each.stage is not None}
-        known = [each.rate for each in standings.values() if each.rate]
-        usual = sum(known) / len(known) if known else 1.0
-        return [
-            Member(
-                peer=peer,
-                stage=each.stage or 0,
-                rate=each.rate or usual,
-                settled_for=float(each.rested),
-                leaving=each.leaving,
-                ready=each.ready,
-            )
-            for peer, each in standings.items()
-        ]
 
     async def _serve_stage(self, number: int) -> Move | None:
         """Serves a stage until the run is over (None), or until we are needed elsewhere more."""
         pipeline, crew, run = self.pipeline, self.crew, stage_run(self.pipeline.run_id, number)
-        old = await self.compute(self.saved, number)
+        old = await self._read(number)
         step = 0 if old is None else old.step
         # All that it said of the stage before is over; what counts anew, and what it has of others, goes on.
         own = crew.own
@@ -411,7 +410,7 @@ class PipelineNode:
                     await service.restore(state)
                     self._live_anew()
                 steps.tell()
-                move = await self._own_move(number, server.step)
+                move = await self._own_move(server.step)
                 if move is not None:
                     nursery.cancel_scope.cancel()
                     return move
@@ -447,67 +446,19 @@ class PipelineNode:
         except CheckpointError as error:  # a full disk: training can go on
             self.events.emit("checkpoint_failed", round=service.server.step, reason=str(error))
 
-    async def _own_move(self, number: int, step: int) -> Move | None:
-        """Where we are needed more, now that a step is made. Others of our stage have to have made it, too."""
-
-        def are_there() -> bool:
-            servers = self.crew.servers(number)
-            return any(each.step >= step for peer, each in servers.items() if peer != self.crew.peer)
-
-        move = self._wanted_move()
+    async def _own_move(self, step: int) -> Move | None:
+        """Where we are needed more, now that a step is made."""
+        move = self._balance.wanted()
         if move is None or step == self.pipeline.steps:
             return None
-        with trio.move_on_after(EMPTY):
-            await self.crew.until(are_there)
-        return move if are_there() and await self._may_move(move, urgent=False) else None
-
-    def _wanted_move(self) -> Move | None:
-        found = moves(self._members(), self.pipeline.stages, self.pipeline.balance)
-        return next((move for move in found if move.peer == self.crew.peer), None)
-
-    async def _may_move(self, move: Move, *, urgent: bool) -> bool:
-        """Says that we are about to move. False if somebody else has said so, or it has become needless.
-
-        Records differ for a while, and then several may find that it is for them to move. Whoever says so has to have
-        been heard by all before it moves: then of two that say so, one has heard the other, or both have.
-        """
-        crew = self.crew
-
-        def rivals() -> list[PeerId]:
-            claims = {peer: each for peer, each in crew.standings.items() if each.moving is not None}
-            return [
-                peer
-                for peer, each in sorted(claims.items())
-                if len(claims) > self.pipeline.balance.most or each.stage == move.source or each.moving == move.target
-            ]
-
-        if set(rivals()) - {crew.peer}:
-            return False
-        crew.announce(moving=move.target)
-        number = crew.own.number
-        with trio.move_on_after(EMPTY):
-            await crew.until(lambda: crew.is_known(number))
-        known = crew.is_known(number) or urgent
-        if known and rivals()[0] == crew.peer and self._wanted_move() == move:
-            return True
-        crew.announce(moving=None)
-        return False
+        return move if await self._balance.claim(move) else None
 
     async def _watch_for_emptiness(self, urgent: list[Move], scope: trio.CancelScope) -> None:
         """Ends the block if a stage has lost all its servers, and it is for us to go there."""
-
-        def called() -> Move | None:
-            members = self._members()
-            rates = throughputs(members, self.pipeline.stages)
-            if all(rates):
-                return None
-            own = self._wanted_move()
-            return own if own is not None and not rates[own.target] else None
-
         while True:
-            await self.crew.until(lambda: called() is not None)
+            await self.crew.until(lambda: self._balance.rescue() is not None)
             await trio.sleep(EMPTY)
-            if (move := called()) is not None and await self._may_move(move, urgent=True):
+            if (move := self._balance.rescue()) is not None and await self._balance.claim(move, urgent=True):
                 urgent.append(move)
                 scope.cancel()
                 return

@@ -15,6 +15,12 @@ from peer.settings import Settings
 def undisturbed(settings: Settings, corpus: Corpus) -> list[float]:
     """The mean loss of each step of a run of known length."""
     pipeline = make_pipeline(settings, bytes(32), corpus)
+    servers = make_servers(pipeline)
+    return [make_step(pipeline, servers) for _ in range(pipeline.steps)]
+
+
+def make_servers(pipeline: Pipeline) -> list[StageServer]:
+    """One server for each stage, with the first values."""
     assert pipeline.initial is not None
     values, servers = dict(pipeline.initial()), []
     for stage in cut(pipeline.chain(), pipeline.stages):
@@ -29,11 +35,12 @@ def undisturbed(settings: Settings, corpus: Corpus) -> list[float]:
                 local_steps=pipeline.local_steps,
             )
         )
-    return [_step(pipeline, servers, step) for step in range(pipeline.steps)]
+    return servers
 
 
-def _step(pipeline: Pipeline, servers: list[StageServer], step: int) -> float:
-    losses: list[float] = []
+def make_step(pipeline: Pipeline, servers: list[StageServer]) -> float:
+    """Makes one step, and returns its mean loss."""
+    step, losses = servers[0].step, list[float]()
     for number in range(pipeline.total):
         sample = pipeline.contents(step, number)
         inputs: list[Payload | None] = [sample.tokens]

@@ -146,7 +146,7 @@ def make_node(
 ) -> PipelineNode:
     """A peer of a run, which goes on with what it has saved."""
     files = StageFiles(directory)
-
+    step, stages = files.newest()
     return PipelineNode(
         pipeline=pipeline,
         endpoint=endpoint,
@@ -154,8 +154,10 @@ def make_node(
         events=events,
         compute=compute,
         rng=rng,
-        stage=files.newest(),
+        stage=min(stages, default=None),
         saved=files.load,
+        begun=step,
+        offered=stages,
         save=files.save,
         device=device,
         serves=serves,

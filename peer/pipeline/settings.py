@@ -34,7 +34,7 @@ class Pipeline:
         sizes: Of a microbatch.
         steps: After which it ends; 0: never.
         encoding: How activations and their gradients look on the wire.
-        balance: When peers move between stages; `rest` is in steps.
+        balance: When peers move between stages.
         held_out: What the validation loss is measured with; None: it is not.
         validate_every: Steps between two measurements of that.
         save_every: Steps between two copies of a stage's state, on its servers' disks and at a peer of another stage.
@@ -54,7 +54,7 @@ class Pipeline:
     clip: float | None = None
     steps: int = 0
     encoding: Encoding = "fp32"
-    balance: Policy = attrs.field(factory=lambda: Policy(gain=0.1, rest=20, most=1))
+    balance: Policy = attrs.field(factory=Policy)
     held_out: Callable[[], Sequence[Sample]] | None = None
     validate_every: int = 10
     save_every: int = 10

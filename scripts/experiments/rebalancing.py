@@ -1,7 +1,7 @@
 """How much of the optimal throughput does a pipeline keep while its peers come and go?
 
-    python scripts/experiments/rebalancing.py                          # none, 300 s and 60 s; 10 seeds
-    python scripts/experiments/rebalancing.py --period 300 --moves 4
+    python scripts/experiments/rebalancing.py                 # none, 300 s and 60 s; 10 seeds
+    python scripts/experiments/rebalancing.py --sensitivity   # how that depends on what the log is made from
 
 The set-up of the SWARM paper's replay: 32 stages, 32 hours, up to 400 equal preemptible machines. Its logs are not
 published, so the log here is made from a model. How many machines are to be had goes up and down at random; when it
@@ -10,6 +10,9 @@ for a random time. How quickly it goes up and down is chosen such that without r
 the paper reports for that, 83 %. Newcomers go to the slowest stage, with and without rebalancing. Whoever comes or
 moves is useless until it has fetched the stage's state. The optimum is that of the same machines, spread evenly at
 once.
+
+Who moves where is said by the functions, and the limits, that peers of a run go by. They look after each step of the
+run; here a period stands for a step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import heapq
 import math
 import statistics
 import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -26,7 +30,7 @@ import attrs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from optim.swarm.balance import Member, Policy, moves, newcomers_stage
+from optim.swarm.balance import Member, Move, Policy, moves, newcomers_stage
 from protocol.identity import PeerId
 
 HOUR, TICK = 3600.0, 600.0
@@ -48,6 +52,10 @@ class Setting:
     """Seconds that a machine lives on average, unless there are too many."""
     transfer: float = 60.0
     """Seconds that a stage's state takes."""
+    noise: float = 0.0
+    """By what share rates are measured too high or too low: the standard deviation."""
+    choosing: bool = True
+    """Whether newcomers go to the stage that needs them most, or else to any."""
 
 
 @attrs.frozen
@@ -79,26 +87,32 @@ def log(setting: Setting, random: Random) -> list[Event]:
     return sorted(events, key=lambda event: event.time)
 
 
+Rule = Callable[[Collection[Member], int, Policy], Sequence[Move]]
+"""Who moves, see `optim.swarm.balance.moves`."""
+
+
+def one_move(members: Collection[Member], stages: int, policy: Policy) -> Sequence[Move]:
+    """What the paper says: a single peer at a time."""
+    return moves(members, stages, policy)[:1]
+
+
 @attrs.define
 class Machine:
     """A machine that is there."""
 
     stage: int
-    since: float
     ready: float
+    steps: int = 0
 
 
-def replay(
-    setting: Setting, seed: int, period: float | None, policy: Policy, *, choosing: bool = True
-) -> tuple[float, int]:
+def replay(setting: Setting, seed: int, period: float | None, rule: Rule = moves) -> tuple[float, int]:
     """The share of the optimal throughput over the whole time, and how many moves there were.
 
     Args:
         setting: The log and the stages.
         seed: Of the log.
-        period: Seconds between looks at the balance; None for never.
-        policy: When moves are worth it.
-        choosing: Whether newcomers go to the slowest stage, or else to any.
+        period: Seconds of a step, after which peers look at the balance; None for never.
+        rule: Who moves.
     """
     random = Random(seed)
     events = log(setting, Random(seed))
@@ -127,22 +141,30 @@ def replay(
 
     def members() -> list[Member]:
         return [
-            Member(peer=peer, stage=machine.stage, rate=1.0, settled_for=now - machine.since)
+            Member(
+                peer=peer,
+                stage=machine.stage,
+                rate=math.exp(random.gauss(0.0, setting.noise)),
+                settled_for=machine.steps,
+                ready=machine.ready <= now,
+            )
             for peer, machine in there.items()
         ]
 
     def place(peer: PeerId, stage: int, *, at_once: bool = False) -> None:
-        there[peer] = Machine(stage, -math.inf if at_once else now, now if at_once else now + setting.transfer)
+        there[peer] = Machine(stage, now if at_once else now + setting.transfer)
         heapq.heappush(arrivals, there[peer].ready)
 
     for time, _, event in queue:
         pass_until(time)
         if event is None:
-            for move in moves(members(), setting.stages, policy):
+            for machine in there.values():
+                machine.steps += machine.ready <= now
+            for move in rule(members(), setting.stages, Policy()):
                 place(move.peer, move.target)
                 moved += 1
         elif event.comes:
-            chosen = choosing or time == 0
+            chosen = setting.choosing or time == 0
             stage = newcomers_stage(members(), setting.stages) if chosen else random.randrange(setting.stages)
             place(event.peer, stage, at_once=time == 0)
         else:
@@ -151,23 +173,47 @@ def replay(
     return useful / optimal, moved
 
 
+SENSITIVITY: Mapping[str, Sequence[Setting]] = {
+    "as above": [Setting()],
+    "unrest": [Setting(unrest=unrest) for unrest in (2.5, 5.0, 20.0, 40.0)],
+    "lifetime": [Setting(lifetime=hours * HOUR) for hours in (3, 8, math.inf)],
+    "transfer": [Setting(transfer=seconds) for seconds in (0.0, 180.0, 300.0)],
+    "machines": [Setting(machines=200), Setting(fewest=160), Setting(machines=800, fewest=128)],
+    "stages": [Setting(stages=8), Setting(stages=16)],
+    "noise": [Setting(noise=noise) for noise in (0.02, 0.05, 0.1, 0.2)],
+    "choosing": [Setting(choosing=False)],
+}
+"""What is changed, one thing at a time."""
+
+
+def summary(setting: Setting, seeds: int, period: float | None, rule: Rule) -> str:
+    """One line about several logs."""
+    results = [replay(setting, seed, period, rule) for seed in range(seeds)]
+    shares = [share for share, _ in results]
+    moved = statistics.mean(moved for _, moved in results) / setting.hours
+    spread = f"{min(shares):5.1%} to {max(shares):5.1%}"
+    return f"{statistics.mean(shares):6.1%} of the optimum ({spread} by seed), {moved:5.1f} moves per hour"
+
+
 def main() -> None:
-    """Prints a line for each period."""
+    """Prints a line for each period, or for each setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--period", type=float, nargs="*", default=[300.0, 60.0], help="seconds")
-    parser.add_argument("--moves", type=int, default=Policy().most, help="at a time")
+    parser.add_argument("--sensitivity", action="store_true", help="with other logs, and the first of the periods")
     options = parser.parse_args()
-    setting = Setting()
-    for period in [None, *options.period]:
-        policy = Policy(most=options.moves, rest=period or math.inf)
-        results = [replay(setting, seed, period, policy) for seed in range(options.seeds)]
-        shares = [share for share, _ in results]
-        moved = statistics.mean(moved for _, moved in results) / setting.hours
-        print(
-            f"{'none' if period is None else f'{period:g} s':>6}: {statistics.mean(shares):6.1%} of the optimum "
-            f"({min(shares):.1%} to {max(shares):.1%} by seed), {moved:.1f} moves per hour"
-        )
+    if not options.sensitivity:
+        print(f"  none            : {summary(Setting(), options.seeds, None, moves)}")
+        for period in options.period:
+            for name, rule in (("all", moves), ("one", one_move)):
+                print(f"{period:5g} s, {name} moves: {summary(Setting(), options.seeds, period, rule)}", flush=True)
+        return
+    default = attrs.asdict(Setting())
+    for setting in [setting for settings in SENSITIVITY.values() for setting in settings]:
+        changed = {name: value for name, value in attrs.asdict(setting).items() if value != default[name]}
+        print(", ".join(f"{name} {value:g}" for name, value in changed.items()) or "as above")
+        for name, period in {"none": None, f"{options.period[0]:g} s": options.period[0]}.items():
+            print(f"{name:>8}: {summary(setting, options.seeds, period, moves)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ async def test_all_stop_and_go_on_and_the_model_is_put_together(swarm, shoal):
     founder.kill()
     other.kill()
     files = [StageFiles(daemon.home / "checkpoints") for daemon in (founder, other)]
-    kept = {each.newest(): each.steps(each.newest())[0] for each in files}
+    kept = {stage: step for step, stages in (each.newest() for each in files) for stage in stages}
     assert kept.keys() == {0, 1}
     assert min(kept.values()) >= 10
     assert made(founder) < steps
@@ -117,6 +117,16 @@ async def test_all_stop_and_go_on_and_the_model_is_put_together(swarm, shoal):
     assert str(path) in outcome.out
     assert load(path).state.header.revision == steps
     assert shoal("sample", "--length", 5, home=founder.home).code == 0
+
+    again = swarm.daemon("again")  # all of it on one machine, for some steps more
+    one_stage = founder.home / "one-stage.toml"
+    kept = (founder.home / "manifest.toml").read_text().partition("[founder]")[0]
+    one_stage.write_text(kept.replace("stages = 2", "stages = 1").replace(f"rounds = {steps}", f"rounds = {steps + 3}"))
+    swarm.start(again, one_stage, "--from", path)
+    assert await swarm.ended(again) == 0
+    assert again.of("stage_synced")[0].integer("step") == steps
+    assert made(again) == steps + 3
+    assert 0 < again.of("inner")[0].fields["loss"] < 1.1 * founder.of("inner")[-1].fields["loss"]
 
 
 async def test_rounds_of_local_steps_and_the_validation_loss(swarm, shoal):

@@ -3,15 +3,20 @@
 import hashlib
 import random
 
+import pytest
 import trio
 
+from peer.pipeline.copies import Copies
 from peer.pipeline.crew import RETRY, Crew
+from peer.pipeline.driver import Driver
 from peer.pipeline.messages import Standing
+from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.mesh import Mesh
 from protocol.transport import Address
+from tests.optim.swarm.toys import sample, text_batch
 
 RUN = hashlib.sha256(b"a crew").digest()
 
@@ -40,3 +45,54 @@ async def test_after_a_short_break_both_know_each_other_again(autojump_clock, nu
         await first.connect(second.peer_id)
         for crew, _ in crews:
             await crew.until(lambda crew=crew: all(crew.servers(stage) for stage in range(2)))
+
+
+@pytest.fixture
+async def alone(nursery):
+    """A peer that nobody else is with: its endpoint and its crew."""
+    endpoint = Endpoint(Identity.from_seed(bytes(32)), MemoryNetwork().transport("host0"), rng=random.Random(0))
+    await nursery.start(endpoint.run, Address("host0", 7070))
+    mesh = Mesh(endpoint, RUN)
+    await nursery.start(mesh.run)
+    crew = Crew(endpoint, RUN, mesh, Standing(), stages=2, last=0)
+    await nursery.start(crew.run)
+    return endpoint, crew
+
+
+async def test_a_copy_is_not_fetched_from_ourselves_if_we_have_moved_to_its_stage(autojump_clock, nursery, alone):
+    endpoint, crew = alone
+
+    async def saved(stage):
+        return None
+
+    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), saved=saved)
+    crew.announce(stage=0, ready=True)
+    copies.renew(0)
+    crew.announce(stage=1)
+    nursery.start_soon(copies.run)
+    await trio.sleep(1)
+    assert crew.own.copies == ()
+
+
+async def test_a_stage_that_we_have_just_left_is_not_asked_for_over_the_network(autojump_clock, nursery, alone):
+    """Our standing says for a moment that we serve it."""
+    endpoint, crew = alone
+    asked = []
+
+    def local(stage):
+        asked.append(stage)
+
+    driver = Driver(
+        endpoint,
+        RUN,
+        crew,
+        stages=1,
+        microbatches=1,
+        sample=lambda step, number: sample(text_batch(step, number)),
+        local=local,
+        rng=random.Random(0),
+    )
+    crew.announce(stage=0, ready=True, trains_from=0)
+    nursery.start_soon(driver.run)
+    await trio.sleep(1)
+    assert asked == [0]  # and it goes on, and leaves us alone for a while

@@ -141,7 +141,7 @@ async def test_a_stage_that_loses_all_its_servers_is_filled_again(autojump_clock
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_peers_move_to_the_stage_that_is_slower(autojump_clock, swarm_of, seed):
-    balanced = pipeline(2, 10, balance=Policy(gain=0.2, rest=2, most=1))
+    balanced = pipeline(2, 10, balance=Policy(gain=0.2, rest=2))
     async with swarm_of(balanced, [0, 0, 0, 1], seed=seed) as swarm:
         await same(swarm, 2, 10)
         assert 1 <= sum(len(peer.of("moved")) for peer in swarm.peers) <= 2
@@ -159,6 +159,25 @@ async def test_a_connection_that_breaks_for_a_moment_loses_no_standing(autojump_
             if trio.current_time() > 300:
                 break
         await same(swarm, 2, steps)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_run_begins_with_what_one_peer_has_on_its_disk(autojump_clock, swarm_of, seed):
+    """The others have nothing; one of them serves the same stage, two serve others."""
+    begun, steps = single_process(2), 6
+    async with swarm_of(pipeline(3, steps, save_every=2), [], seed=seed) as swarm:
+        swarm.founders = 4
+        options = {"saved": lambda stage: begun, "begun": begun.step, "offered": range(3)}
+        for number in range(4):
+            swarm.start(swarm.add(0 if number == 0 else None, **(options if number == 0 else {})))
+        state = await finished(swarm, steps)
+        assert set(swarm.peers[0].node.crew.own.copies) <= {1}  # what it began with is of no use any more
+        audited = records(event for peer in swarm.peers for event in peer.events)
+        samples = dict.fromkeys(range(MICROBATCHES), 2)
+        assert audit(audited, stages=3, steps=range(begun.step, steps), samples=samples) == []
+    whole = single_process(steps)
+    for name, values in whole.model.items():
+        torch.testing.assert_close(state.model[name], values, rtol=1e-3, atol=1e-4)
 
 
 async def test_a_stage_or_a_step_that_does_not_exist_harms_nobody(autojump_clock, swarm_of):
