@@ -10,6 +10,7 @@ from optim.swarm.ledger import audit
 from optim.swarm.local import LocalSteps
 from optim.swarm.state import whole_state
 from peer.pipeline.audit import records
+from peer.pipeline.messages import Sizes
 from tests.optim.swarm.toys import perceptron_batch, perceptron_chain, sample, train_alone
 from tests.sim.pipelines import MICROBATCHES, pipeline, single_process
 
@@ -42,7 +43,11 @@ async def finished(swarm, stages, rounds):
 
 async def test_one_server_per_stage_makes_what_single_steps_make(autojump_clock, swarm_of):
     """Of a model in which nothing is tied: the copies of what is take their local steps apart."""
-    options = {"chain": perceptron_chain, "sample": lambda step, number: sample(perceptron_batch(step, number, 2))}
+    options = {
+        "chain": perceptron_chain,
+        "sample": lambda step, number: sample(perceptron_batch(step, number, 2)),
+        "sizes": Sizes(samples=2, tokens=4, width=8),
+    }
     async with swarm_of(rounds_of(2, 2, **options), [0, 1]) as swarm:
         state = await finished(swarm, 2, 2)
     batch = partial(perceptron_batch, samples=2)
