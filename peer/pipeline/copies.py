@@ -95,9 +95,9 @@ class Copies:
             kinds: What optimizers remember, see `inner_kinds`.
         """
         for peer, standing in self._crew.standings.items():
-            if stage in standing.copies:
+            own = self._kept.get(stage) if peer == self._crew.peer else None
+            if own is not None or (stage in standing.copies and peer != self._crew.peer):
                 with contextlib.suppress(ShoalError):
-                    own = self._kept.get(stage) if peer == self._crew.peer else None
                     step, data = own or await self._fetch_from(peer, stage)
                     state = load(data, step)
                     self._forms(stage).check(state, kinds)

@@ -9,7 +9,7 @@ import trio
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import RETRY, Crew
 from peer.pipeline.driver import Driver
-from peer.pipeline.messages import Standing
+from peer.pipeline.messages import Sizes, Standing
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.identity import Identity
@@ -65,9 +65,12 @@ async def test_a_copy_is_not_fetched_from_ourselves_if_we_have_moved_to_its_stag
     async def saved(stage):
         return None
 
-    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), saved=saved)
+    def form(stage):
+        raise AssertionError("nothing is fetched")
+
+    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), form, saved=saved)
     crew.announce(stage=0, ready=True)
-    copies.renew(0)
+    copies.renew(0, due=True)
     crew.announce(stage=1)
     nursery.start_soon(copies.run)
     await trio.sleep(1)
@@ -88,6 +91,8 @@ async def test_a_stage_that_we_have_just_left_is_not_asked_for_over_the_network(
         crew,
         stages=1,
         microbatches=1,
+        at_a_time=1,
+        sizes=Sizes(samples=2, tokens=8, width=8),
         sample=lambda step, number: sample(text_batch(step, number)),
         local=local,
         rng=random.Random(0),

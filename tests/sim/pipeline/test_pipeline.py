@@ -7,10 +7,12 @@ import trio
 
 from optim.swarm.balance import Policy
 from optim.swarm.ledger import audit
-from optim.swarm.state import whole_state
+from optim.swarm.stages import cut
+from optim.swarm.state import StageState, whole_state
 from peer.pipeline.audit import records
 from peer.pipeline.messages import Hello, Welcome
 from protocol.errors import RequestRefused
+from tests.optim.swarm.toys import transformer_chain
 from tests.sim.pipelines import MICROBATCHES, pipeline, single_process
 
 
@@ -165,9 +167,16 @@ async def test_a_connection_that_breaks_for_a_moment_loses_no_standing(autojump_
 async def test_a_run_begins_with_what_one_peer_has_on_its_disk(autojump_clock, swarm_of, seed):
     """The others have nothing; one of them serves the same stage, two serve others."""
     begun, steps = single_process(2), 6
+    stages = cut(transformer_chain(), 3)
+
+    def saved(stage):
+        names = [name for name, _ in stages[stage].model.named_parameters()]
+        inner = {kind: {name: named[name] for name in names} for kind, named in begun.inner.items()}
+        return StageState(begun.step, {name: begun.model[name] for name in names}, inner)
+
     async with swarm_of(pipeline(3, steps, save_every=2), [], seed=seed) as swarm:
         swarm.founders = 4
-        options = {"saved": lambda stage: begun, "begun": begun.step, "offered": range(3)}
+        options = {"saved": saved, "begun": begun.step, "offered": range(3)}
         for number in range(4):
             swarm.start(swarm.add(0 if number == 0 else None, **(options if number == 0 else {})))
         state = await finished(swarm, steps)
