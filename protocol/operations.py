@@ -213,8 +213,12 @@ class AsyncCollective:
         operation = Operation(work, timeout)
         queue = self._channels.queue(tag, members)
         turn = queue.join()
+        try:
+            self._channels.nursery.start_soon(run)
+        except RuntimeError:  # it is about to end
+            queue.leave(turn)
+            raise RoundAborted("the collective has ended") from None
         self._operations += 1
-        self._channels.nursery.start_soon(run)
         return operation
 
     async def _carry_out(

@@ -168,8 +168,6 @@ async def test_values_that_are_not_finite_do_not_reach_the_caller_of_an_exchange
         liar, honest = in_order(swarm)
         twist(liar, data=lambda data: torch.full((len(data) // 4,), torch.inf).numpy().tobytes())
         twist(honest)
-        with pytest.raises(ValueError, match="finite"):
-            await honest.collective.exchange(torch.tensor([torch.nan]))
         for _ in range(3):
             outcomes = await swarm.together(lambda peer: peer.collective.exchange(torch.ones(5)))
             assert outcomes[honest].values is None
