@@ -33,7 +33,8 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transport import Usage, forget_peak, met, row
+from rows import conclude, row
+from transport import Usage, forget_peak
 
 from protocol import noise
 from protocol.codecs import CodecName
@@ -356,20 +357,12 @@ def main() -> int:
         kind, rank, size, host = options.work
         trio.run(work, kind, int(rank), int(size), host)
         return 0
-    load = os.getloadavg()[0]
-    rows = []
-    for size in options.sizes:
-        rows += measure(size, 100, 3, 3, 50) if options.quick else measure(size, 100, 9, 5, 200)
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores")
-    for line in rows:
-        verdict = "" if met(line) else "  MISSED"
-        print(
-            f"{line['case']}: {line['ours']} {line['unit']}, {line['rival_name']} {line['rival']}, "
-            f"ratio {line['ratio']}, goal {line['goal'] or 'none'}{verdict}"
-        )
-    if options.json:
-        print(json.dumps({"bench": "allreduce", "load": load, "rows": rows}))
-    return 0 if all(map(met, rows)) else 1
+    rows = (
+        line
+        for size in options.sizes
+        for line in (measure(size, 100, 3, 3, 50) if options.quick else measure(size, 100, 9, 5, 200))
+    )
+    return conclude("allreduce", rows, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,7 +26,8 @@ import attrs
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from transport import CHUNK, Child, met, row  # noqa: E402
+from rows import Row, conclude, row  # noqa: E402
+from transport import CHUNK, Child  # noqa: E402
 
 from protocol.lane_policy import MAX_LANES  # noqa: E402
 from tests.net.topology import Internet, Link, missing, sweep  # noqa: E402
@@ -166,23 +165,18 @@ def main() -> int:
         print(f"not measured: {reason}")
         return 0
     sweep()
-    load = os.getloadavg()[0]
     line = Line(options.rtt, options.loss, (8 if options.quick else 24) * CHUNK)
     single = alone(line) if line.loss else None
-    rows = []
-    for congestion in options.congestion:
-        for lanes in options.lanes:
-            if options.busy:
-                rows += busy_rows(line, congestion, lanes, options.busy)
-            else:
-                rows += rows_of(line, congestion, lanes, single)
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores")
-    for one in rows:
-        verdict = "" if met(one) else "  MISSED"
-        print(f"{one['case']}: {one['ours']} {one['unit']}, ratio {one['ratio']}, goal {one['goal']}{verdict}")
-    if options.json:
-        print(json.dumps({"bench": "link", "load": load, "rows": rows}))
-    return 0 if all(map(met, rows)) else 1
+
+    def rows() -> Iterator[Row]:
+        for congestion in options.congestion:
+            for lanes in options.lanes:
+                if options.busy:
+                    yield from busy_rows(line, congestion, lanes, options.busy)
+                else:
+                    yield from rows_of(line, congestion, lanes, single)
+
+    return conclude("link", rows(), as_json=options.json)
 
 
 if __name__ == "__main__":

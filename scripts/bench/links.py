@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
+import itertools
 import statistics
 import sys
 import tempfile
@@ -40,7 +39,8 @@ import attrs
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 from allreduce import Group  # noqa: E402
-from transport import Child, met, row  # noqa: E402
+from rows import conclude, row  # noqa: E402
+from transport import Child  # noqa: E402
 
 from tests.net.topology import Host, Internet, Link, Namespace, missing, sweep  # noqa: E402
 
@@ -201,28 +201,14 @@ def main() -> int:
         print(f"not measured: {reason}")
         return 0
     sweep()
-    load = os.getloadavg()[0]
     length = (options.mib or (25 if options.quick else 100)) << 18
     repetitions = 1 if options.quick else 3
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores")
     parts = [on_equal_lines(length, options.rate, repetitions)]
     if options.loss:
         parts.append(on_lossy_lines(length // LOSSY_PART, options.rate, options.loss))
     if options.slow:
         parts.append(with_a_slow_peer(length, options.rate, options.slow, repetitions))
-    rows = []
-    for part in parts:
-        for line in part:
-            rows.append(line)
-            verdict = "" if met(line) else "  MISSED"
-            print(
-                f"{line['case']}: {line['ours']} {line['unit']}, {line['rival_name']} {line['rival']}, "
-                f"ratio {line['ratio']}, goal {line['goal'] or 'none'}{verdict}",
-                flush=True,
-            )
-    if options.json:
-        print(json.dumps({"bench": "links", "load": load, "rows": rows}))
-    return 0 if all(map(met, rows)) else 1
+    return conclude("links", itertools.chain.from_iterable(parts), as_json=options.json)
 
 
 if __name__ == "__main__":

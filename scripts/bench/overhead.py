@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transport import met, row
+from rows import Row, conclude, row
 
 from optim import DiLoCo
 from peer.model import Transformer
@@ -255,24 +254,18 @@ def main() -> int:
         return 0
     seconds = options.seconds or (0.5 if options.quick else 1.0)
     turns = options.turns or (12 if options.quick else 30)
-    load = os.getloadavg()[0]
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores, {torch.get_num_threads()} threads of PyTorch")
-    other, rows = Partner(), []
-    try:
+    print(f"{torch.get_num_threads()} threads of PyTorch")
+    other = Partner()
+
+    def rows() -> Iterator[Row]:
         for work in (LARGE, SMALL):
-            rows.append(throughput(other, work, turns, seconds))
-            rows.extend(round_trips(other, work, QUESTIONS * seconds, options.mib << 18))
+            yield throughput(other, work, turns, seconds)
+            yield from round_trips(other, work, QUESTIONS * seconds, options.mib << 18)
+
+    try:
+        return conclude("overhead", rows(), as_json=options.json)
     finally:
         other.close()
-    for line in rows:
-        verdict = "" if met(line) else "  MISSED"
-        print(
-            f"{line['case']}: {line['ours']} {line['unit']}, {line['rival_name']} {line['rival']}, "
-            f"ratio {line['ratio']}, goal {line['goal'] or 'none'}{verdict}"
-        )
-    if options.json:
-        print(json.dumps({"bench": "overhead", "load": load, "rows": rows}))
-    return 0 if all(map(met, rows)) else 1
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ import torch.distributed
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from transport import met, row  # noqa: E402
+from rows import conclude, row  # noqa: E402
 
 from optim.swarm.payloads import Packer, Payload  # noqa: E402
 from optim.swarm.stages import cut  # noqa: E402
@@ -360,24 +360,12 @@ def main() -> int:
     sweep()
     with contextlib.suppress(PermissionError):
         os.nice(-10)
-    load = os.getloadavg()[0]
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores")
     sizes = {field.name: getattr(options, field.name) for field in attrs.fields(Work) if field.name != "encoding"}
     rtts = options.rtt or ([0.0, JUDGED] if options.quick else RTTS)
-    rows = []
-    for encoding in options.encodings or (["int8"] if options.quick else ["int8", "fp32"]):
-        steps = options.steps or (2 if options.quick else 5)
-        for line in measure(Work(encoding=encoding, **sizes), rtts, options.rate, steps):
-            rows.append(line)
-            verdict = "" if met(line) else "  MISSED"
-            print(
-                f"{line['case']}: {line['ours']} {line['unit']}, {line['rival_name']} {line['rival']}, "
-                f"ratio {line['ratio']}, goal {line['goal'] or 'none'}{verdict}",
-                flush=True,
-            )
-    if options.json:
-        print(json.dumps({"bench": "pipeline", "load": load, "rows": rows}))
-    return 0 if all(map(met, rows)) else 1
+    steps = options.steps or (2 if options.quick else 5)
+    encodings = options.encodings or (["int8"] if options.quick else ["int8", "fp32"])
+    rows = (measure(Work(encoding=encoding, **sizes), rtts, options.rate, steps) for encoding in encodings)
+    return conclude("pipeline", itertools.chain.from_iterable(rows), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import trio
+from rows import Row, conclude, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -414,29 +415,7 @@ class Side:
         self.values.setdefault(name, []).append(value)
 
 
-def row(
-    case: str, ours: float, rival: float, unit: str, goal: str, name: str = "plain trio socket"
-) -> dict[str, object]:
-    """One line of the result."""
-    return {
-        "case": case,
-        "ours": round(ours, 3),
-        "rival": round(rival, 3),
-        "rival_name": name,
-        "unit": unit,
-        "ratio": round(ours / rival, 3),
-        "goal": goal,
-    }
-
-
-def met(line: dict[str, object]) -> bool:
-    """Whether a line's goal was reached; true if it has none."""
-    better, _, goal = str(line["goal"]).partition(" ")
-    ratio = float(str(line["ratio"]))
-    return not goal or (ratio <= float(goal) if better == "<=" else ratio >= float(goal))
-
-
-def measure(size: int, repetitions: int, pings: int, connects: int) -> list[dict[str, object]]:
+def measure(size: int, repetitions: int, pings: int, connects: int) -> Iterator[Row]:
     """All rows."""
     sides: list[Side] = []
     try:
@@ -458,9 +437,9 @@ def measure(size: int, repetitions: int, pings: int, connects: int) -> list[dict
         ("loaded", "median round trip while bulk data flows", "ms", ""),
         ("connect", "connection and first answer", "ms", "<= 60"),
     )
-    rows = [row(case, ours.median(key), raw.median(key), unit, goal) for key, case, unit, goal in cases]
-    rows.append(row(f"growth with a slow reader, {size >> 20} MiB", growth, SLACK, "MiB", "<= 1", "what is allowed"))
-    return rows
+    for key, case, unit, goal in cases:
+        yield row(case, ours.median(key), raw.median(key), unit, goal)
+    yield row(f"growth with a slow reader, {size >> 20} MiB", growth, SLACK, "MiB", "<= 1", "what is allowed")
 
 
 def main() -> int:
@@ -476,18 +455,8 @@ def main() -> int:
         kind, host, *port = options.work
         trio.run(work, kind, host, int(port[0]) if port else None)
         return 0
-    load = os.getloadavg()[0]
     rows = measure(128 << 20, 5, 200, 5) if options.quick else measure(1 << 30, 5, 2000, 10)
-    print(f"load before: {load:.1f} on {os.cpu_count()} cores")
-    for line in rows:
-        verdict = "" if met(line) else "  MISSED"
-        print(
-            f"{line['case']}: {line['ours']} {line['unit']}, {line['rival_name']} {line['rival']}, "
-            f"ratio {line['ratio']}, goal {line['goal'] or 'none'}{verdict}"
-        )
-    if options.json:
-        print(json.dumps({"bench": "transport", "load": load, "rows": rows}))
-    return 0 if all(map(met, rows)) else 1
+    return conclude("transport", rows, as_json=options.json)
 
 
 if __name__ == "__main__":
