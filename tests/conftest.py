@@ -17,16 +17,6 @@ settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Where tests are spread over processes, those that need the whole machine follow one another in one of these."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("processes", "netns", "docker")):
-            item.add_marker(pytest.mark.xdist_group("machine"))
-
-
 @pytest.fixture
 def forked():
     """Forks a child that lives until the test ends, as the workers of a `DataLoader`; it may do something first."""
