@@ -77,6 +77,10 @@ def describe(event: Event) -> str | None:
             return f"peer {peer} listens on {event.get('address')}"
         case "identity_shared":
             return f"two daemons use this identity, stop one of them: {reason}"
+        case "waiting" if event["wanted"] is None:
+            return "the founder waits for more peers, and this one waits with it"
+        case "waiting":
+            return f"waiting for {event['wanted']} peers, {event['here']} are here so far"
         case "bootstrap_failed":
             return f"nobody to begin with can be reached, and will be tried again: {reason}"
         case "mapped":

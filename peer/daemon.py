@@ -263,7 +263,8 @@ class _Daemon:
         parameters = parameters_of(pipeline)
         await self._take_part(nursery, manifest, membership, parameters, task_status)
         if founded:
-            while len(membership.others) + 1 < config.wait_for:
+            while (here := len(membership.others) + 1) < config.wait_for:
+                self._events.emit("waiting", here=here, wanted=config.wait_for)
                 await membership.changes()
         await membership.settled()
         config.farewell.patience = HANDOVER

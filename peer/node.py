@@ -163,17 +163,25 @@ class Node:
         if state.header.revision > 0:
             return
         await self._stand_at(state, active=False)
-
-        def begun() -> bool:
-            others = self.membership.others
-            if any(member.active for member in others):
-                return True
-            if founding is not None:
-                return 1 + sum(member.tip is not None for member in others) >= founding
-            return all(member.peer != self.founder for member in others)
-
-        while not begun():
+        told = 0
+        while not self._has_begun(founding):
+            if (here := self._prepared) != told:
+                self.events.emit("waiting", here=here, wanted=founding)
+                told = here
             await self.membership.changes()
+
+    @property
+    def _prepared(self) -> int:
+        """How many peers have a state, we included."""
+        return 1 + sum(member.tip is not None for member in self.membership.others)
+
+    def _has_begun(self, founding: int | None) -> bool:
+        others = self.membership.others
+        if any(member.active for member in others):
+            return True
+        if founding is not None:
+            return self._prepared >= founding
+        return all(member.peer != self.founder for member in others)
 
     async def _round(self, state: CommittedState) -> tuple[CommittedState, bool]:
         """One outer round: inner steps, the collective, the commit.

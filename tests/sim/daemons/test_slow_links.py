@@ -79,6 +79,8 @@ async def test_a_founder_begins_when_enough_peers_have_its_state(autojump_clock,
             assert peer.error is None
     for peer in peers:
         assert contributed(peer) == [1, 2, 3, 4]
+    assert [event["here"] for event in peers[0].events("waiting")] == [1, 2]
+    assert peers[0].events("waiting")[0]["wanted"] == 3
 
 
 async def test_nobody_waits_for_a_founder_that_is_gone(autojump_clock, simulated_swarm):
