@@ -32,7 +32,7 @@ def test_files_of_a_former_stage_go_when_there_are_newer_ones(files):
     save(files, 1, 30)
     assert (files.steps(0), files.steps(1)) == ([20, 10], [30])
     save(files, 1, 40)
-    assert (files.steps(0), files.steps(1), files.newest()) == ([], [40, 30], 1)
+    assert (files.steps(0), files.steps(1), files.newest()) == ([], [40, 30], (40, [1]))
 
 
 def test_files_of_steps_that_have_not_been_made_in_this_history_go(files):
