@@ -72,7 +72,7 @@ class LocalParameters:
         """Has to come before the parameters are used. `drop` may be called while they are, in another thread."""
         if self._dropped:
             self._flat.write(self.outer.parameters)
-            self._dropped = False
+            self.place, self._dropped = 0, False
 
     def pseudo_gradient(self) -> torch.Tensor:
         """Where the round began minus where it has led to."""

@@ -295,16 +295,6 @@ class StageServer:
         self.step += 1
         return self.arrivals.outdated(self.step)
 
-    def skip(self, step: int) -> list[Arrived]:
-        """Goes on at a later step without having made those before it: what the stage had settled is lost.
-
-        Returns:
-            Requests that are outdated by it, and were given up.
-        """
-        self.step, self.attempt, self.phase, self._mean = step, 0, "open", None
-        self._drop()
-        return self.arrivals.outdated(self.step)
-
     def snapshot(self) -> StageState:
         """A copy of what all servers of the stage have in common."""
         mean = None if self._mean is None else self._mean.clone()

@@ -81,12 +81,14 @@ class Form:
         if any(names != named_by[0] for names in named_by):
             raise ProtocolError("a stage's state with a part of what the optimizer remembers")
         for kind, named in state.outer.items():
-            if any(self.parameters.get(name) != values.shape for name, values in named.items()):
+            if {name: values.shape for name, values in named.items()} != dict(self.parameters):
                 raise ProtocolError(f"a stage's state with a strange {kind[:80]} of rounds")
         length = sum(shape.numel() for shape in self.parameters.values())
         if state.mean is not None and (state.mean.shape, state.mean.dtype) != ((length,), torch.float32):
             raise ProtocolError("a stage's state whose mean gradient has another length")
-        for gradients in state.tied.values():
+        for step, gradients in state.tied.items():
+            if step > state.step:
+                raise ProtocolError("a stage's state with gradients of later steps")
             self.check_tied(gradients)
 
     def check_tied(self, gradients: Mapping[str, torch.Tensor]) -> None:

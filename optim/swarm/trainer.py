@@ -6,14 +6,16 @@ decided around it: a failed or stalled server is replaced by another one of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Mapping
 from random import Random
 
 import attrs
 
 from optim.swarm.messages import Answer, Kind, Request, Withdraw, Withdrawn
-from optim.swarm.payloads import Payload
+from optim.swarm.payloads import Packer, Payload
 from optim.swarm.routing import Router
+from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 
 WORK: Mapping[Kind, float] = {"forward": 1.0, "backward": 3.0, "void": 0.0}
@@ -91,7 +93,9 @@ class _Job:
     not_before: float = 0.0
     walks: int = 0
     path: dict[int, PeerId] = attrs.field(factory=dict)
-    """By which servers it has come."""
+    """By which servers it has come on this way: who has made its activations."""
+    path_back: dict[int, PeerId] = attrs.field(factory=dict)
+    """Who has made their gradients."""
 
 
 @attrs.define(eq=False)
@@ -122,11 +126,11 @@ class PipelineTrainer:
         self.routers = tuple(Router(random) for _ in range(stages))
         """Who serves each stage. Servers are added here, and removed by `lost`."""
         self.step = -1
-        self.losses: dict[int, Payload] = {}
+        self.losses: dict[int, list[float]] = {}
         """Each sample's loss, by the number of the microbatch, of those that were finite."""
         self.repeated = 0
         """How often a microbatch was led through the pipeline once more."""
-        self._settings = settings or Settings()
+        self._settings, self._packer = settings or Settings(), Packer()
         self._jobs: dict[int, _Job] = {}
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
@@ -214,6 +218,7 @@ class PipelineTrainer:
                 flying += 1
                 self.repeated += job.walks > 0
                 job.walks += 1
+                job.path, job.path_back = {}, {}
                 job.walk = self._led(job)
                 job.ask = next(job.walk)
             if job.ask is not None and job.call is None and job.not_before <= now:
@@ -226,7 +231,8 @@ class PipelineTrainer:
         if call is None:
             return
         job, stage = call.job, call.ask.stage
-        if not self._fits(call, answer):
+        losses = self._losses_in(answer)
+        if not self._fits(call, answer, losses):
             self.failed(number, now)
             return
         if answer.counted and call.counts:
@@ -239,18 +245,32 @@ class PipelineTrainer:
             return
         self.routers[stage].succeeded(call.peer, WORK[call.ask.kind] * job.sample.tokens.samples, now - call.since)
         self._end(number)
-        if call.ask.kind == "forward":
-            job.path[stage] = call.peer
-        if answer.losses is not None:
-            self.losses[job.number] = answer.losses
+        (job.path if call.ask.kind == "forward" else job.path_back)[stage] = call.peer
+        if losses is not None:
+            self.losses[job.number] = losses
         self._resume(job, answer)
 
-    def failed(self, number: int, now: float) -> None:
-        """A call came to nothing: it was refused, or its stream is broken."""
+    def failed(self, number: int, now: float, *, misfit: bool = False) -> None:
+        """A call came to nothing: it was refused, or its stream is broken.
+
+        Args:
+            number: Of the call.
+            now: Seconds.
+            misfit: Whether it was refused because what was sent makes no sense. Either the server is wrong, or those
+                from whom that came: so the microbatch takes another way from its beginning.
+        """
         call = self._calls.get(number)
-        if call is not None:
-            self.routers[call.ask.stage].failed(call.peer, now)
-            self._give_up(number)
+        if call is None:
+            return
+        job, stage = call.job, call.ask.stage
+        self.routers[stage].failed(call.peer, now)
+        self._give_up(number)
+        if misfit:
+            for source, way in ((stage - 1, job.path), (stage + 1, job.path_back)):
+                if source in way:
+                    self.routers[source].failed(way[source], now)
+            job.walk = job.ask = None
+            job.not_before = now + self._settings.retry
 
     def _led(self, job: _Job) -> Generator[_Ask, Answer, None]:
         """One microbatch's way through the pipeline."""
@@ -308,16 +328,33 @@ class PipelineTrainer:
         job.call = self._register(call)
         return [Send(job.call, ask.stage, peer, request)]
 
-    def _fits(self, call: _Call, answer: Answer | Withdrawn) -> bool:
+    def _losses_in(self, answer: Answer | Withdrawn) -> list[float] | None:
+        """The losses that an answer tells; None if there are none, empty if they make no sense."""
+        if isinstance(answer, Withdrawn) or answer.losses is None:
+            return None
+        try:
+            values: list[float] = self._packer.unpack(answer.losses).flatten().tolist()
+        except ProtocolError:
+            return []
+        return values if all(map(math.isfinite, values)) else []
+
+    def _fits(self, call: _Call, answer: Answer | Withdrawn, losses: list[float] | None) -> bool:
         """Whether an answer can be one to this call."""
+        ask, samples = call.ask, call.job.sample.tokens.samples
         if (answer.step, answer.number) != (self.step, call.job.number):
             return False
-        if isinstance(answer, Withdrawn) or not answer.finite or call.ask.kind == "void":
+        if isinstance(answer, Withdrawn) or not answer.finite or ask.kind == "void":
             return True
-        is_gradient_of_tokens = call.ask.kind == "backward" and call.ask.stage == 0
-        parts = (answer.values, answer.losses)
-        fits = all(part is None or part.samples == call.job.sample.tokens.samples for part in parts)
-        return fits and (answer.values is None) == is_gradient_of_tokens and (answer.counted or not call.counts)
+        backward, last = ask.kind == "backward", ask.stage == len(self.routers) - 1
+        if (losses is not None) != (backward and last) or (losses is not None and len(losses) != samples):
+            return False
+        if backward and ask.stage == 0:  # there is no gradient of tokens
+            values_fit = answer.values is None
+        elif answer.values is None or answer.values.samples != samples:
+            values_fit = False
+        else:
+            values_fit = not backward or (ask.inputs is not None and answer.values.shape == ask.inputs.shape)
+        return values_fit and (answer.counted or not call.counts)
 
     def _needed(self, job: _Job, ask: _Ask) -> bool:
         return any(stage <= ask.stage for stage in job.lacking)

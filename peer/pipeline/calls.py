@@ -15,7 +15,7 @@ from optim.swarm.messages import Answer, Request
 from peer.pipeline.messages import Ask, Sizes, ask_of, receive_answer, send_payloads
 from peer.pipeline.transfer import LARGE
 from protocol.endpoint import Endpoint
-from protocol.errors import PeerGone, StreamReset
+from protocol.errors import PeerGone, RequestTimeout, StreamReset
 from protocol.identity import PeerId
 from protocol.stream import Stream
 
@@ -57,10 +57,13 @@ class Calls:
         """
         await self._close(trio.current_time() - IDLE)
         key, ask = (peer, run), ask_of(run, request)
-        while kept := self._kept.get(key):
+        deadline = trio.current_time() + request.patience
+        while (kept := self._kept.get(key)) and trio.current_time() < deadline:
             used = kept.pop()
             with suppress(PeerGone, StreamReset):  # it was over, unless the server is: that shows on the next one
                 return await self._converse(key, used.stream, used.closing, request, ask)
+        if trio.current_time() >= deadline:  # the trainer has withdrawn it: it must not be counted after that
+            raise RequestTimeout(f"{peer.short} has not answered within {request.patience:g} s")
         closing = AsyncExitStack()
         stream = await closing.enter_async_context(self._endpoint.open(peer, ask, bulk=True))
         stream.expect(LARGE)

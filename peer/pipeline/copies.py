@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from optim.swarm.state import Form, StageState
+from peer.node import Compute
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import FetchState, stage_run
 from peer.pipeline.service import send_tensors
@@ -35,6 +36,7 @@ class Copies:
         crew: Who does what.
         courtesy: Lets operations go before states that are sent.
         forms: What the state of a stage looks like.
+        compute: Runs what takes long.
         saved: What the disk has of a stage.
         offered: Stages of which it has something that others may need.
     """
@@ -48,11 +50,13 @@ class Copies:
         courtesy: Courtesy,
         forms: Callable[[int], Form],
         *,
+        compute: Compute,
         saved: Callable[[int], Awaitable[StageState | None]],
         offered: Collection[int] = (),
     ) -> None:
         self._endpoint, self._run, self._stages, self._crew = endpoint, run_id, stages, crew
-        self._courtesy, self._forms, self._saved, self._offered = courtesy, forms, saved, set(offered)
+        self._courtesy, self._forms, self._compute = courtesy, forms, compute
+        self._saved, self._offered = saved, set(offered)
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._handlers: dict[int, contextlib.ExitStack] = {}
         self._wanted: int | None = None
@@ -69,6 +73,10 @@ class Copies:
             self.forget(each)
         servers, wanted = list(self._crew.servers(stage)), (stage + 1) % self._stages
         is_first = bool(servers) and servers[0] == self._crew.peer
+        for each in list(self._kept):
+            first = next(iter(self._crew.servers((each - 1) % self._stages)), self._crew.peer)
+            if first != self._crew.peer and each in self._crew.standings[first].copies:
+                self.forget(each)
         if self._stages > 1 and is_first and (due or wanted not in self._kept):
             self._wanted = wanted
             self._asked.set()
@@ -88,21 +96,23 @@ class Copies:
                 self.forget(stage)
 
     async def find(self, stage: int, kinds: Mapping[str, bool]) -> StageState | None:
-        """A copy of a stage's state, ours or somebody else's; None if nobody has one that is any good.
+        """The newest copy of a stage's state, ours or somebody else's; None if nobody has one that is any good.
 
         Args:
             stage: Its number.
             kinds: What optimizers remember, see `inner_kinds`.
         """
+        found: list[StageState] = []
         for peer, standing in self._crew.standings.items():
             own = self._kept.get(stage) if peer == self._crew.peer else None
             if own is not None or (stage in standing.copies and peer != self._crew.peer):
                 with contextlib.suppress(ShoalError):
                     step, data = own or await self._fetch_from(peer, stage)
-                    state = load(data, step)
+                    state = await self._compute(partial(load, data, step))
                     self._forms(stage).check(state, kinds)
-                    return state
-        return None
+                    found.append(state)
+        credible = [state for state in found if self._crew.is_credible(self._crew.peer, state.step)]
+        return max(credible or found, key=lambda state: state.step, default=None)
 
     async def _fetch_from(self, peer: PeerId, stage: int) -> tuple[int, bytes]:
         request = FetchState(stage_run(self._run, stage))
@@ -143,7 +153,7 @@ class Copies:
         if stream.peer in self._crew.standings:
             kept = self._kept.get(stage)
             if kept is None and (state := await self._saved(stage)) is not None:
-                kept = state.step, dump(state)
+                kept = state.step, await self._compute(partial(dump, state))
             if kept is not None:
                 await send_tensors(stream, *kept, self._courtesy)
                 return

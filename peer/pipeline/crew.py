@@ -80,6 +80,11 @@ class Crew:
         return bool(self._others or self._gone)
 
     @property
+    def is_acquainted(self) -> bool:
+        """Whether all who are there have told us what they do."""
+        return all(peer in self._claims for peer in self._mesh.members if peer != self.peer)
+
+    @property
     def is_stuck_alone(self) -> bool:
         """Whether nobody else is there, and we cannot go on without."""
         return len(self._mesh.members) == 1 and not all(self.servers(stage) for stage in range(self._stages))
@@ -126,6 +131,12 @@ class Crew:
             self._announced.set()
             self._announced = trio.Event()
             self.notify()
+
+    def fall_back(self, step: int) -> None:
+        """We go on from an earlier step: what we had reached is of a history that the others do not share."""
+        self._reached = step
+        self._review()
+        self.notify()
 
     def is_known(self, number: int, to: Collection[PeerId] | None = None) -> bool:
         """Whether all members have heard that standing of ours, or a later one, and we theirs as they heard it.

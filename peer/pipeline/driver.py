@@ -12,7 +12,6 @@ import trio
 
 from optim.swarm.local import open_numbers
 from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
-from optim.swarm.payloads import Packer
 from optim.swarm.trainer import PipelineTrainer, Sample, Send, Settings
 from peer.pipeline.calls import Calls
 from peer.pipeline.crew import Crew
@@ -25,7 +24,7 @@ from peer.pipeline.messages import (
 )
 from peer.pipeline.service import StageService
 from protocol.endpoint import Endpoint
-from protocol.errors import PeerUnreachable, RequestTimeout, ShoalError
+from protocol.errors import PeerUnreachable, RequestRefused, RequestTimeout, ShoalError
 from protocol.identity import PeerId
 
 GRACE = 10.0
@@ -167,8 +166,7 @@ class Driver:
         return [number for number in sorted(numbers) if us == _owner(trainers, step, number)]
 
     def _tell_losses(self) -> None:
-        packer = Packer()
-        losses = [value for each in self.trainer.losses.values() for value in packer.unpack(each).tolist()]
+        losses = [value for each in self.trainer.losses.values() for value in each]
         if losses:
             self._on_losses(self.trainer.step, losses)
 
@@ -178,8 +176,9 @@ class Driver:
                 answer: Answer | Withdrawn = await self._withdraw(send.stage, send.peer, send.message)
             else:
                 answer = await self.ask(send.stage, send.peer, send.message)
-        except ShoalError:
-            self.trainer.failed(send.call, trio.current_time())
+        except ShoalError as error:
+            misfit = isinstance(error, RequestRefused) and error.code == "misfit"
+            self.trainer.failed(send.call, trio.current_time(), misfit=misfit)
         else:
             self.trainer.answered(send.call, answer, trio.current_time())
         self._kick()

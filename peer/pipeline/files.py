@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import torch
 
 from optim import FlatParameters, OuterState
 from optim.swarm.stages import cut
@@ -137,22 +139,33 @@ def cut_checkpoint(path: Path, manifest: Manifest, home: Home) -> None:
     if kept_manifest(home) is not None:
         raise HomeError(f"{home.path} is in a run already, and goes on with it", hint="use another --home")
     checkpoint, settings = load_checkpoint(path), manifest.settings
-    step, model = checkpoint.state.header.revision, Transformer(settings.model, seed=settings.run.seed)
+    model, local_steps = Transformer(settings.model, seed=settings.run.seed), int(settings.algorithm["local_steps"])
     if checkpoint.settings.algorithm.name != PIPELINE or checkpoint.settings.model != settings.model:
         raise CheckpointError(f"{path} is not of a run of stages with this model", hint="`shoal export` writes such")
+    # A step has another number of local steps now, perhaps: the schedule of learning rates goes on where it was.
+    done = checkpoint.state.header.revision * int(checkpoint.settings.algorithm["local_steps"])
+    step = max(1, done // local_steps)
     if 0 < settings.run.rounds <= step:
-        raise CheckpointError(f"{path} is of step {step}, and the run has {settings.run.rounds}")
+        raise CheckpointError(f"{path} would be step {step}, and the run has {settings.run.rounds}")
     layout, files = FlatParameters(model), StageFiles(home.checkpoints)
     whole = layout.scatter(checkpoint.state.outer.parameters)
     moments = {kind: layout.scatter(values) for kind, values in checkpoint.inner.items() if kind != "step"}
     if checkpoint.inner:
         moments["step"] = dict.fromkeys(whole, checkpoint.inner["step"])
+    buffers = checkpoint.state.outer.buffers if local_steps > 1 else {}
+    outer = {kind: layout.scatter(values) for kind, values in buffers.items()}
     stages = settings.algorithm["stages"]
     assert isinstance(stages, int)
     for number, stage in enumerate(cut(model.chain(), stages)):
         names = [name for name, _ in stage.model.named_parameters()]
-        inner = {kind: {name: named[name] for name in names} for kind, named in moments.items()}
-        files.save(number, StageState(step, {name: whole[name] for name in names}, inner))
+        values = {name: whole[name] for name in names}
+        files.save(number, StageState(step, values, _part(moments, names), outer=_part(outer, names)))
+
+
+def _part(
+    by_kind: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: {name: named[name] for name in names} for kind, named in by_kind.items()}
 
 
 def _checkpoint(manifest: Manifest, states: list[StageState]) -> tuple[Checkpoint, FlatParameters]:

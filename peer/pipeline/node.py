@@ -136,6 +136,7 @@ class PipelineNode:
             self.crew,
             self._courtesy,
             self.form,
+            compute=self.compute,
             saved=self._read,
             offered=self.offered,
         )
@@ -290,7 +291,7 @@ class PipelineNode:
         """Where a newcomer is needed most. Of several that come at once, those that come first by name choose first."""
         crew = self.crew
         with trio.move_on_after(ACQUAINTED):
-            await crew.until(lambda: len(crew.standings) == len(self.mesh.members))
+            await crew.until(lambda: crew.is_acquainted)
         everybody = frozenset(crew.standings)
         for _ in range(CHOICES):
             stage = self._neediest(everybody)
@@ -373,20 +374,16 @@ class PipelineNode:
         self._copies.forget(number)
         try:
             await service.restore(state)
-            self._live_anew()
             async with trio.open_nursery() as nursery:
                 await nursery.start(service.run)
                 await nursery.start(collective.run)
                 self._serving[number] = service
-                steps.tell()
+                steps.begin()
                 move = await self._steps(number, service, steps)
                 nursery.cancel_scope.cancel()
         finally:
             self._serving.pop(number, None)
         return move
-
-    def _live_anew(self) -> None:
-        self.crew.announce(life=self.crew.own.life + 1)
 
     def _tell_pass(self, stage: int, kind: str, step: int) -> None:
         self.events.emit("stage_pass", stage=stage, kind=kind, step=step)
@@ -406,10 +403,10 @@ class PipelineNode:
                     old, lost = await service.snapshot(), isinstance(problem, Lost)
                     state = await self._find_state(server, number, old, lost=lost)
                     if state is None:
+                        nursery.cancel_scope.cancel()
                         return None
                     await service.restore(state)
-                    self._live_anew()
-                steps.tell()
+                    steps.begin()
                 move = await self._own_move(server.step)
                 if move is not None:
                     nursery.cancel_scope.cancel()
@@ -495,6 +492,8 @@ class PipelineNode:
         began, received = trio.current_time(), self.endpoint.bytes_received
         state = await self._states.find(server, number, over=self._is_over, old=old, lost=lost)
         if state is not None:
+            if old is not None and state.step < old.step:
+                self.crew.fall_back(state.step)
             self.events.emit(
                 "stage_synced",
                 stage=number,

@@ -172,6 +172,7 @@ class StageService:
         async with self.paused() as server:
             await self._compute(server.restore, state)
             self._restored += 1
+            self._tied = {}  # it may be of another history
             self.keep_tied(state.tied)
 
     async def _work(self, batch: Batch) -> None:

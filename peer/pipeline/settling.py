@@ -24,7 +24,7 @@ from peer.pipeline.tensors import load_tensors
 from peer.pipeline.transfer import fetch_tensors
 from protocol.collective import Reduced
 from protocol.endpoint import Endpoint
-from protocol.errors import RoundAborted, ShoalError
+from protocol.errors import Misfit, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operations import AsyncCollective
 
@@ -115,12 +115,20 @@ class StageSteps:
         self._settlement: Settlement | None = None
         self._squares: Squares | None = None  # of our stage's gradient in a step
 
+    def begin(self) -> None:
+        """Tells the others that we serve the stage, from a state that was just taken in."""
+        self._announce(ready=True, life=self._crew.own.life + 1)
+
     def tell(self) -> None:
-        """Tells the others how far we are in the step."""
+        """Tells the others how far we are in the step, unless we have lost our place and are looking for a state."""
+        if self._crew.own.ready:
+            self._announce()
+
+    def _announce(self, **changes: int) -> None:
         server, squares = self._server, self._squares
         is_settled = server.phase == "settled"
         self._crew.announce(
-            ready=True,
+            **changes,
             step=server.step,
             attempt=server.attempt,
             counted=len(server.ledger),
@@ -246,7 +254,7 @@ class StageSteps:
                     self._tell_event("stage_settled", server.step, settlement.ledgers)
                     return
                 missing = settlement.among(reduced.contributors).missing
-        except RoundAborted:
+        except (RoundAborted, Misfit):
             attempt = server.attempt  # the others may have settled; else it begins again
             await trio.sleep(RETRY)
         finally:

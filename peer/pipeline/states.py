@@ -136,8 +136,10 @@ class States:
         least = old.step + lost if old is not None and crew.is_credible(crew.peer, old.step) else 0
         if any(crew.standings[peer].step >= least for peer in others):
             return await self._fetch(number, server.kinds, least)
-        if not crew.furthest and old is None:  # nobody has made a step yet
-            return StageState(0, server.stage.state(), {})
+        if not crew.furthest and old is None:
+            # Nobody has made a step yet, unless it is somebody who has not told us: who founds a run with a checkpoint
+            # has its states, and says so once all whom it waits for are there.
+            return StageState(0, server.stage.state(), {}) if crew.is_acquainted else None
         if patient or (lost and others) or not self._is_next(number):
             return None
         found = [state for state in (old, await self._copies.find(number, server.kinds)) if state is not None]

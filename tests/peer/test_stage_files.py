@@ -89,6 +89,27 @@ def test_training_goes_on_with_ever_fewer_stages_as_if_there_had_been_one_all_al
         torch.testing.assert_close(before.model[name], values, rtol=1e-3, atol=1e-4)
 
 
+def test_local_steps_go_on_with_the_outer_momentum_and_at_the_same_learning_rate(peers):
+    def manifest(local_steps, name):
+        algorithm = {"name": "swarm", "stages": 2, "microbatches": 2, "activations": "fp32", "local_steps": local_steps}
+        return manifest_of(2, algorithm=algorithm, run={"rounds": 100, "name": name})
+
+    pipeline, servers, homes = peers("before", manifest(2, "before"))
+    for _ in range(STEPS):
+        make_step(pipeline, servers)
+    path = exported(manifest(2, "before"), servers, homes)
+    before = whole_state(each.snapshot() for each in servers)
+    for local_steps, step in ((2, 3), (3, 2), (1, 6), (100, 1)):
+        after = manifest(local_steps, f"after-{local_steps}")
+        _, servers, homes = peers(f"after-{local_steps}", after)
+        begun(after, servers, homes, path)
+        state = whole_state(each.snapshot() for each in servers)
+        assert state.step == step
+        assert state.outer.keys() == (before.outer.keys() if local_steps > 1 else set())
+        for kind, named in state.outer.items():
+            assert all(torch.equal(values, before.outer[kind][name]) and values.any() for name, values in named.items())
+
+
 def test_what_does_not_belong_to_a_run_is_refused(peers, tmp_path):
     manifest = manifest_of(2)
     pipeline, servers, homes = peers("peers", manifest)
@@ -98,7 +119,7 @@ def test_what_does_not_belong_to_a_run_is_refused(peers, tmp_path):
     fresh = Home(tmp_path / "fresh")
     for other, match in (
         (manifest_of(2, model={"layers": 2, "width": 32, "heads": 2, "context": 16}), "not of a run of stages with"),
-        (manifest_of(2, run={"rounds": STEPS}), f"of step {STEPS}, and the run has {STEPS}"),
+        (manifest_of(2, run={"rounds": STEPS}), f"be step {STEPS}, and the run has {STEPS}"),
     ):
         with pytest.raises(CheckpointError, match=match):
             cut_checkpoint(path, other, fresh)

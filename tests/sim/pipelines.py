@@ -79,6 +79,8 @@ class Peer:
         self.saved = None
         self.problem = None
         self.running = True
+        self.begins = trio.Event()
+        self.begins.set()
         self.on_compute = None
 
     async def compute(self, function, *arguments):
@@ -99,6 +101,7 @@ class Peer:
                 await nursery.start(self.endpoint.run, Address(self.host, 7070))
                 await nursery.start(self.mesh.run)
                 await self.mesh.wait_for(min(self.swarm.founders, 2 if self.number >= self.swarm.founders else 99))
+                await self.begins.wait()
                 try:
                     await self.node.run()
                 except ShoalError as problem:

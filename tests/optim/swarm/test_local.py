@@ -1,5 +1,7 @@
 """Rounds of local steps in the stages: what the equations say, and every sample counted once, whatever fails."""
 
+from statistics import mean
+
 import attrs
 import pytest
 import torch
@@ -12,7 +14,6 @@ from optim.swarm.local import LocalSteps, open_numbers
 from optim.swarm.messages import Request
 from protocol.errors import SettingsError
 from tests.optim.swarm.toys import (
-    PACKER,
     adamw,
     perceptron_batch,
     perceptron_chain,
@@ -172,9 +173,7 @@ def test_every_sample_counts_once_whatever_fails(seed):
     ).run(limit=100_000.0)
     assert faults_in(world, perceptron_batch) == []
     state = world.state()  # the same at all servers of each stage
-    first, last = (
-        [PACKER.unpack(loss).mean().item() for (step, _), loss in world.losses.items() if step == at] for at in (0, 3)
-    )
+    first, last = ([mean(losses) for (step, _), losses in world.losses.items() if step == at] for at in (0, 3))
     assert sum(last) / len(last) < sum(first) / len(first)
     assert state.outer.keys() == {"momentum"}
 
@@ -249,6 +248,17 @@ def test_what_does_not_count_is_undone(server):
     count(server, 0)
     server.freeze()
     assert server.contribution().weight == 4
+
+
+def test_after_what_does_not_count_local_steps_are_made_anew(server):
+    start = parameters(server)
+    count(server, 0, SIZE)
+    server.freeze()
+    server.thaw(attempt=1, keep=False)
+    count(server, 0)
+    assert same(parameters(server), start)
+    count(server, SIZE)
+    assert not same(parameters(server), start)
 
 
 def test_a_state_with_another_models_momentum_is_refused(server):

@@ -40,7 +40,8 @@ def test_what_an_optimizer_remembers_is_found_out_without_a_step():
 
 
 def spoiled():
-    state = server_after(1).snapshot()
+    server = server_after(1)
+    state, shared = server.snapshot(), server.form.parameters["embedding.weight"]
     name = next(iter(state.model))
     values, moments = state.model[name], state.inner["exp_avg"]
     others = {each: state.model[each] for each in state.model if each != name}
@@ -53,6 +54,8 @@ def spoiled():
     yield "whole", attrs.evolve(state, inner={**state.inner, "exp_avg": {**moments, name: moments[name].long()}})
     yield "part", attrs.evolve(state, inner={kind: state.inner[kind] for kind in ("step", "exp_avg")})
     yield "mean", attrs.evolve(state, mean=torch.ones(3))
+    yield "outer", attrs.evolve(state, outer={"momentum": {name: values}})
+    yield "later", attrs.evolve(state, tied={state.step + 1: {"embedding.weight": values.new_zeros(shared)}})
     yield "tied", attrs.evolve(state, tied={1: {}})
     yield "tied shape", attrs.evolve(state, tied={1: {"embedding.weight": torch.ones(2)}})
 

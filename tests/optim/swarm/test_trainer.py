@@ -12,6 +12,7 @@ from tests.optim.swarm.toys import PACKER, peer_id, sample, text_batch
 
 SETTINGS = Settings(in_flight=2, patience=10.0, grace=2.0, retry=1.0)
 VALUES = PACKER.pack(torch.ones(2, 12, 16), "fp32")
+LOSSES = PACKER.pack(torch.ones(2), "fp32")
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def answer_to(send, **changes):
     """What a server answers that does what it is asked for."""
     request = send.message
     values = None if request.kind == "backward" and send.stage == 0 else VALUES
-    answer = Answer(step=request.step, number=request.number, values=values, counted=request.count)
+    losses = LOSSES if (send.stage, request.kind) == (2, "backward") else None
+    answer = Answer(step=request.step, number=request.number, values=values, losses=losses, counted=request.count)
     return attrs.evolve(answer, **changes)
 
 
@@ -90,6 +92,22 @@ def test_a_refusal_is_a_failure(trainer):
     trainer.failed(send.call, 0.0)
     (again,) = trainer.poll(0.0)
     assert again.peer != send.peer
+
+
+@pytest.mark.parametrize(
+    ("place", "sources"),
+    [((0, "forward"), []), ((1, "forward"), [0]), ((2, "backward"), [1]), ((1, "backward"), [0, 2])],
+)
+def test_what_does_not_fit_takes_another_way_from_the_beginning(trainer, place, sources):
+    sent, send = walk(trainer, place)
+    trainer.failed(send.call, 0.0, misfit=True)
+    assert trainer.poll(0.0) == []  # not at once: whoever is wrong may be wrong again
+    assert trainer.wake is None or trainer.wake >= SETTINGS.retry
+    again, _ = walk(trainer, now=SETTINGS.retry)
+    assert [each[:2] for each in way(again)] == [each[:2] for each in WHOLE_WAY]
+    wrong = {send.peer} | {one.peer for one in sent if one.stage in sources}
+    assert not wrong & {one.peer for one in again if one.stage in (send.stage, *sources)}
+    assert trainer.idle
 
 
 def test_if_all_fail_the_stage_is_tried_again_later(trainer):
@@ -281,3 +299,23 @@ def test_a_server_that_claims_to_have_counted_what_it_was_not_asked_to_is_not_be
     assert trainer.idle
     trainer.missing(0, 2, [0])
     assert not trainer.idle
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        None,
+        attrs.evolve(LOSSES, data=LOSSES.data[:-1]),
+        attrs.evolve(LOSSES, encoding="int8"),
+        PACKER.pack(torch.ones(3), "fp32"),
+        attrs.evolve(LOSSES, data=b"\xff" * len(LOSSES.data)),
+    ],
+)
+def test_losses_that_make_no_sense_are_a_failure(trainer, losses):
+    _, send = walk(trainer, (2, "backward"))
+    trainer.answered(send.call, answer_to(send, losses=losses), 0.0)
+    (again,) = trainer.poll(0.0)
+    assert again.peer != send.peer
+    trainer.answered(again.call, answer_to(again), 0.0)
+    walk(trainer)
+    assert trainer.losses == {0: [1.0, 1.0]}

@@ -3,6 +3,7 @@
 import hashlib
 import random
 
+import attrs
 import pytest
 import torch
 import trio
@@ -14,10 +15,11 @@ from optim.swarm.stages import cut, sequential
 from peer.pipeline.calls import IDLE, Calls
 from peer.pipeline.messages import FetchTied, Sizes, ask_of, receive_answer, send_payloads, stage_run
 from peer.pipeline.service import LONGEST_BATCH, StageService
+from peer.pipeline.tensors import load_tensors
 from peer.pipeline.transfer import fetch_tensors
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
-from protocol.errors import RequestRefused
+from protocol.errors import RequestRefused, RequestTimeout
 from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.transport import Address
@@ -41,7 +43,7 @@ class Pair:
     """A server of a stage, and a trainer on another host that asks it."""
 
     def __init__(self, nursery):
-        network = MemoryNetwork(latency=LATENCY)
+        self.network = network = MemoryNetwork(latency=LATENCY)
         self.nursery, self.run = nursery, stage_run(RUN, 0)
         self.seconds, self.batches = 0.0, []  # of a request, and how many were computed together
         self.endpoints = [
@@ -140,6 +142,35 @@ async def test_a_connection_that_broke_is_made_again(autojump_clock, pair):
     server.disconnect(trainer.peer_id, "a test")
     await trio.sleep(1)
     await pair.ask(1)
+
+
+async def test_what_the_trainer_has_given_up_is_not_asked_for_again(autojump_clock, pair):
+    """It has been told to others: it must not be counted here as well."""
+    await pair.ask(0)
+    hasty = attrs.evolve(request(1), patience=1.0)
+    async with trio.open_nursery() as nursery:
+        pair.network.partition(["host0"], ["host1"])
+        nursery.start_soon(until_back, pair)
+        with pytest.raises(RequestTimeout):
+            await pair.calls.ask(pair.endpoints[0].peer_id, pair.run, hasty)
+    assert len(pair.batches) == 1
+
+
+async def until_back(pair):
+    await trio.sleep(20)  # the connection has been lost
+    pair.network.heal()
+    await pair.endpoints[1].connect(pair.endpoints[0].peer_id)
+
+
+async def test_of_another_history_no_gradients_are_told(autojump_clock, pair):
+    server, trainer = pair.endpoints
+    pair.service.keep_tied({step: {"a": torch.full((2,), float(step))} for step in (7, 8)})
+    earlier = attrs.evolve(await pair.service.snapshot(), step=3, tied={2: {"a": torch.full((2,), 2.0)}})
+    await pair.service.restore(earlier)
+    _, data = await fetch_tensors(trainer, server.peer_id, FetchTied(pair.run, 2), most=1 << 16)
+    assert load_tensors(data)["a"].tolist() == [2.0, 2.0]
+    with pytest.raises(RequestRefused):
+        await fetch_tensors(trainer, server.peer_id, FetchTied(pair.run, 8), most=1 << 16)
 
 
 async def test_a_server_that_serves_no_more_says_so_at_once(autojump_clock, pair):

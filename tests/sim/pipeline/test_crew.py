@@ -6,6 +6,8 @@ import random
 import pytest
 import trio
 
+from optim.swarm import cut
+from optim.swarm.state import Form, StageState
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import RETRY, Crew
 from peer.pipeline.driver import Driver
@@ -16,24 +18,28 @@ from protocol.identity import Identity
 from protocol.memory import MemoryNetwork
 from protocol.mesh import Mesh
 from protocol.transport import Address
-from tests.optim.swarm.toys import sample, text_batch
+from tests.optim.swarm.toys import sample, text_batch, transformer_chain
 
 RUN = hashlib.sha256(b"a crew").digest()
 
 
+async def _one(nursery, network, number):
+    """One of several peers, each at a stage of its own: its crew and its endpoint."""
+    endpoint = Endpoint(
+        Identity.from_seed(bytes([number] * 32)), network.transport(f"host{number}"), rng=random.Random(number)
+    )
+    await nursery.start(endpoint.run, Address(f"host{number}", 7070))
+    mesh = Mesh(endpoint, RUN, [Address("host0", 7070)] if number else [])
+    await nursery.start(mesh.run)
+    crew = Crew(endpoint, RUN, mesh, Standing(), stages=3, last=0)
+    await nursery.start(crew.run)
+    crew.announce(stage=number, ready=True)
+    return crew, endpoint
+
+
 async def test_after_a_short_break_both_know_each_other_again(autojump_clock, nursery):
-    network, crews = MemoryNetwork(latency=0.01), []
-    for number in range(2):
-        endpoint = Endpoint(
-            Identity.from_seed(bytes([number] * 32)), network.transport(f"host{number}"), rng=random.Random(number)
-        )
-        await nursery.start(endpoint.run, Address(f"host{number}", 7070))
-        mesh = Mesh(endpoint, RUN, [Address("host0", 7070)] if number else [])
-        await nursery.start(mesh.run)
-        crew = Crew(endpoint, RUN, mesh, Standing(), stages=2, last=0)
-        await nursery.start(crew.run)
-        crew.announce(stage=number, ready=True)
-        crews.append((crew, endpoint))
+    network = MemoryNetwork(latency=0.01)
+    crews = [await _one(nursery, network, number) for number in range(2)]
     with trio.fail_after(30):
         for crew, _ in crews:
             await crew.until(lambda crew=crew: all(crew.servers(stage) for stage in range(2)))
@@ -59,6 +65,46 @@ async def alone(nursery):
     return endpoint, crew
 
 
+def copies_of(crew, endpoint, step):
+    """Those of a peer that has a state of stage 2 of a step on its disk, or of none."""
+    (stage,) = cut(transformer_chain(), 1)
+    state = StageState(step, stage.state(), {})
+
+    async def saved(stage):
+        return state
+
+    kept = {"saved": saved, "offered": [2] if step else []}
+    return Copies(endpoint, RUN, 3, crew, Courtesy(lambda: 0), lambda _: Form.of(stage), compute=compute, **kept)
+
+
+async def compute(function, *arguments):
+    return function(*arguments)
+
+
+@pytest.mark.parametrize("steps", [(10, 20), (20, 10)])
+async def test_of_several_copies_the_newest_is_taken(autojump_clock, nursery, steps):
+    network = MemoryNetwork(latency=0.01)
+    crews = [await _one(nursery, network, number) for number in range(3)]
+    asking, *others = [copies_of(*crew, step) for crew, step in zip(crews, (0, *steps), strict=True)]
+    for copies in others:
+        nursery.start_soon(copies.run)
+    crew = crews[0][0]
+    await crew.until(lambda: sum(2 in each.copies for each in crew.standings.values()) == 2)
+    await crew.until(lambda: crew.is_known(crew.own.number))  # who keeps a copy gives it to those it knows
+    state = await asking.find(2, {})
+    assert state.step == 20
+
+
+async def test_what_was_reached_in_another_history_is_forgotten(autojump_clock, nursery):
+    """Nobody else says it is there, and nobody any more who would be believed more than we are."""
+    crew, _ = await _one(nursery, MemoryNetwork(), 0)
+    crew.announce(step=50)
+    assert crew.furthest == 50
+    crew.fall_back(30)
+    crew.announce(step=30)
+    assert crew.furthest == 30
+
+
 async def test_a_copy_is_not_fetched_from_ourselves_if_we_have_moved_to_its_stage(autojump_clock, nursery, alone):
     endpoint, crew = alone
 
@@ -68,7 +114,7 @@ async def test_a_copy_is_not_fetched_from_ourselves_if_we_have_moved_to_its_stag
     def form(stage):
         raise AssertionError("nothing is fetched")
 
-    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), form, saved=saved)
+    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), form, compute=compute, saved=saved)
     crew.announce(stage=0, ready=True)
     copies.renew(0, due=True)
     crew.announce(stage=1)

@@ -42,6 +42,18 @@ async def test_who_is_back_after_the_others_have_finished_has_the_end_of_it(auto
         await swarm.until(lambda: over(6, late))
 
 
+async def test_who_is_back_when_nobody_has_the_end_of_its_stage_any_more_ends_as_well(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, 6), [0, 1, 1]) as swarm:
+        one, other, late = swarm.peers
+        await swarm.until(lambda: made(late) >= 1)
+        cut_off(swarm, late)
+        await swarm.until(lambda: over(6, one, other))
+        swarm.kill(other)
+        swarm.network.heal()
+        await swarm.until(lambda: not late.running)
+        assert late.problem is None
+
+
 async def test_who_is_left_alone_gives_up(autojump_clock, swarm_of):
     async with swarm_of(pipeline(2, 6), [0, 1, 0]) as swarm:
         one, other, late = swarm.peers

@@ -198,3 +198,27 @@ async def test_a_stage_or_a_step_that_does_not_exist_harms_nobody(autojump_clock
             with pytest.raises(RequestRefused, match="no such"):
                 await liar.endpoint.request(swarm.peers[0].id, hello, Welcome)
         await same(swarm, 2, 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_nobody_begins_before_the_founder_who_waits_for_more_with_a_checkpoint(autojump_clock, swarm_of, seed):
+    """All stages could be served without it, from the first values."""
+    begun, steps = single_process(2), 5
+    stages = cut(transformer_chain(), 2)
+
+    def saved(stage):
+        names = [name for name, _ in stages[stage].model.named_parameters()]
+        inner = {kind: {name: named[name] for name in names} for kind, named in begun.inner.items()}
+        return StageState(begun.step, {name: begun.model[name] for name in names}, inner)
+
+    async with swarm_of(pipeline(2, steps), [], seed=seed) as swarm:
+        swarm.founders = 4
+        founder = swarm.add(saved=saved, begun=begun.step, offered=range(2))
+        founder.begins = trio.Event()
+        for peer in (founder, *(swarm.add() for _ in range(3))):
+            swarm.start(peer)
+        await trio.sleep(120)
+        assert not any(peer.of("stage_synced") for peer in swarm.peers)
+        founder.begins.set()
+        await finished(swarm, steps)
+        assert {event["step"] for peer in swarm.peers for event in peer.of("stage_synced")} == {begun.step}
