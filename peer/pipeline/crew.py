@@ -198,6 +198,8 @@ class Crew:
                     continue
                 self._heard_by[peer] = current.number
                 self._hear(peer, welcome.standing)
+                if self.is_known(self.own.number):
+                    self.notify()
         finally:
             told.discard(peer)
             self._heard_by.pop(peer, None)
