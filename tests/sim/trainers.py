@@ -60,6 +60,7 @@ class Trainer(SimulatedPeer):
         self.adoptions = 0
         self.passed_over: set[PeerId] = set()  # connected, but no candidates for coordinating as far as this peer knows
         self.doubted: dict[PeerId, float] = {}  # until when; said to be ahead of us, but with nothing better
+        self.rivals: list[PeerId] = []  # they have found that their branch is better than ours, and told us
         self.moved = trio.Event()
 
     def partners(self) -> Sequence[PeerId]:
@@ -94,6 +95,8 @@ class Trainer(SimulatedPeer):
 
     async def step(self) -> None:
         """One round."""
+        while self.rivals:
+            await self._adopt(self.rivals.pop())
         revision = self.revision + 1
         await self.swarm.train(self, revision)
         if self.revision >= revision:
@@ -150,10 +153,12 @@ class Trainer(SimulatedPeer):
             self._move()
         else:
             self.doubted[holder] = trio.current_time() + 5
+            if other._is_better(self):
+                other.rivals.append(self.id)  # daemons tell each other of their branches all the time
 
     def _is_better(self, other: Trainer) -> bool:
         if self.chain.get(other.revision) == other.digest:
-            return False  # it is behind
+            return False  # it is behind, or the same
         if other.chain.get(self.revision) == self.digest:
             return True
         return other.weight > self.weight or (other.weight == self.weight and other.digest < self.digest)
