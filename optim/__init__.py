@@ -10,6 +10,7 @@ from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.muon import MuonAdamW
 from optim.optimizer import LowCommunicationOptimizer
 from optim.recipe import GradientRecipe, Recipe
+from optim.sender import MissedExchange
 from optim.start import check_start
 from optim.state import OuterState
 
@@ -21,6 +22,7 @@ __all__ = [
     "LocalSwarm",
     "LowCommunicationOptimizer",
     "Machine",
+    "MissedExchange",
     "MultiTimescaleOptimizer",
     "MuonAdamW",
     "OuterState",

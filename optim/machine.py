@@ -87,13 +87,13 @@ class Direct:
         self._swarm, self._flat = swarm, flat
 
     def mix(self, sender: Sender, message: Message, fragment: Selection, tag: str) -> Mixed:
-        return carry_out(self._swarm, sender.mix(message), tag=tag)
+        return carry_out(self._swarm, sender.mix(message), tag=tag, shares=sender.shares)
 
     def finish(self, finalizer: Finalizer, parameters: torch.Tensor) -> torch.Tensor:
         return carry_out(self._swarm, finalizer.finish(parameters, self._flat.slices), tag="finish")
 
     def mean(self, values: torch.Tensor, weight: float) -> torch.Tensor | None:
-        return carry_out(self._swarm, _mean(values, weight))
+        return carry_out(self._swarm, _mean(values, weight), shares=True)
 
     def digest(self, values: torch.Tensor) -> bytes:
         return _digest(values)
@@ -238,7 +238,7 @@ class _Shared:
 
         def exchange(swarm: Collective, values: torch.Tensor) -> _Parcel:
             full = attrs.evolve(message, values=values, layout=whole.layout)
-            mixed = carry_out(swarm, sender.mix(full), tag=tag)
+            mixed = carry_out(swarm, sender.mix(full), tag=tag, shares=sender.shares)
             memory.append(mixed.memory)
             return _Parcel.packed(attrs.evolve(mixed, memory=None), values)
 
@@ -262,7 +262,7 @@ class _Shared:
         whole = select(self._flat.whole, range(len(self._flat.whole)))
 
         def average(swarm: Collective, full: torch.Tensor) -> tuple[torch.Tensor | None]:
-            return (carry_out(swarm, _mean(full, weight)),)
+            return (carry_out(swarm, _mean(full, weight), shares=True),)
 
         (mean,) = self._in_the_first(average, values, whole) or (None,)
         if not self._told(mean is not None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TypeVar
 
@@ -17,6 +18,10 @@ from protocol.collective import Collective, Outcome
 from protocol.errors import SettingsError
 
 _T = TypeVar("_T")
+
+
+class MissedExchange(UserWarning):
+    """Others have had an exchange without this peer, whose parameters are not theirs any more."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -46,6 +51,7 @@ class Sender:
     def __init__(self, recipe: Recipe | GradientRecipe, in_all: Callable[[bool], bool] = bool) -> None:
         self._recipe, self._in_all = recipe, in_all
         self._memory: dict[tuple[str, ...], Memory] = {}
+        self._anew = True  # nothing was sent yet from the state that we have
 
     def prepare(self, local: Local, work: Work, layout: Layout, round: int) -> Message:
         """What to send of one fragment. Values that are not finite do not count, and are not remembered."""
@@ -59,6 +65,11 @@ class Sender:
             taken=taken, values=values, weight=weight, memory=after, layout=layout, round=round, steps=work.steps
         )
 
+    @property
+    def shares(self) -> bool:
+        """Whether we do not have what the others have if we have missed an exchange since our last one."""
+        return not self._anew and (isinstance(self._recipe, GradientRecipe) or self._recipe.shared)
+
     def mix(self, message: Message) -> Mixing[Mixed]:
         """The exchange."""
         return self._recipe.mixer.mix(message.values, message.weight, message.layout, message.round, message.memory)
@@ -69,10 +80,12 @@ class Sender:
         if mixed.share > 0:
             memory = self._recipe.feedback.after(message.values, mixed.own, memory)
         self._memory[_key(message.layout)] = memory
+        self._anew = False
 
     def forget(self) -> None:
         """The peer goes on from somebody else's state: what it has left out belongs to another one."""
         self._memory.clear()
+        self._anew = True
 
     def renew(self) -> None:
         """What mixers have in common begins anew at all peers, as somebody does not have it."""
@@ -107,13 +120,16 @@ def _key(layout: Layout) -> tuple[str, ...]:
     return tuple(place.name for place in layout)
 
 
-def carry_out(swarm: Collective, mixing: Generator[Operation, Outcome, _T], *, tag: str = "") -> _T:
+def carry_out(
+    swarm: Collective, mixing: Generator[Operation, Outcome, _T], *, tag: str = "", shares: bool = False
+) -> _T:
     """Does what an exchange asks for, one operation after the other, and waits for each.
 
     Args:
         swarm: What is asked.
         mixing: The exchange.
         tag: Tells apart exchanges that must not be mistaken for one another, see `Collective`.
+        shares: Whether to warn of exchanges that others have had without us.
 
     Raises:
         ShoalError: One of them failed.
@@ -121,12 +137,25 @@ def carry_out(swarm: Collective, mixing: Generator[Operation, Outcome, _T], *, t
     try:
         operation = next(mixing)
         while True:
-            operation = mixing.send(perform(swarm, operation, tag))
+            outcome = perform(swarm, operation, tag)
+            if shares and outcome.skipped:
+                _warn(outcome.skipped)
+            operation = mixing.send(outcome)
     except StopIteration as end:
         result: _T = end.value
         return result
     finally:
         mixing.close()
+
+
+def _warn(skipped: int) -> None:
+    warnings.warn(
+        f"{skipped} exchange{'s have' if skipped > 1 else ' has'} taken place without this peer, which came too late: "
+        "its parameters are not those of the others any more. If all peers call welcome() after each exchange, it gets "
+        "theirs",
+        MissedExchange,
+        stacklevel=3,
+    )
 
 
 def tag_of(fragment: Layout, layout: Layout) -> str:

@@ -87,7 +87,7 @@ class SpsaOptimizer(Wrapper):
         finally:
             self._flat.write(start)
         steepness = (ahead - behind) / (2 * self._epsilon)
-        gradient = carry_out(self._swarm, self._mix(seed, steepness))
+        gradient = carry_out(self._swarm, self._mix(seed, steepness), shares=True)
         self._flat.write_gradient(gradient)
         self.rounds += 1
         self.inner.step()

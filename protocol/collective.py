@@ -54,6 +54,9 @@ class Outcome:
     """From this peer's being ready to its holding the result."""
     counted: bool = True
     """Whether what we brought to a reduction or a gather is in the result. It need not be: see `members`."""
+    skipped: int = 0
+    """How many operations of its tag and group others have finished without us since our last one, and we do not know
+    what came of. With a window, see `Reduced.missed`."""
 
     @property
     def number(self) -> int:

@@ -229,6 +229,7 @@ class AsyncCollective:
         missed: list[Reduced] | None,
     ) -> _T:
         """Takes part in the first operation that others have not finished without us; fetches what they have made."""
+        first = rounds.finished + 1
         while True:
             number = rounds.finished + 1
             operation.measure = partial(rounds.progress, number)
@@ -243,7 +244,8 @@ class AsyncCollective:
                 await trio.lowlevel.checkpoint()
             else:
                 rounds.committed(outcome.number, NO_DIGEST)
-                return outcome
+                skipped = outcome.number - first if missed is None and first > 1 else 0
+                return attrs.evolve(outcome, skipped=skipped)
 
     async def _catch_up(self, rounds: Rounds, number: int, behind: Behind, missed: list[Reduced]) -> None:
         """Fetches the results that we have missed, from this one on.

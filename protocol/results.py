@@ -26,7 +26,8 @@ class Results:
     def __init__(self, endpoint: Endpoint, run: bytes, tag: str, times: RoundTimes) -> None:
         self._endpoint, self._run, self._tag, self._times = endpoint, run, tag, times
         self._kept: dict[int, Reduced] = {}
-        self._came = math.inf  # when the newest one did
+        self._came = self._since = math.inf  # when the newest one did; and when we would have had the last one
+        self._passed = -1
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -41,18 +42,28 @@ class Results:
         return self._kept.get(revision)
 
     def before(self, revision: int) -> tuple[frozenset[PeerId], float]:
-        """The members of the round before this one, and when its result came here on trio's clock, if it has."""
-        if (last := self._kept.get(revision - 1)) is None or self.newest >= revision:
+        """The members of the round before this one, and when its result came here on trio's clock, if it has.
+
+        If we have missed that, those of our last one, and when it would have come if all rounds took equally long.
+        """
+        last = self._kept.get(self.newest)
+        if last is None or revision != max(self.newest, self._passed) + 1:
             return frozenset(), math.inf
-        return frozenset(last.plan.members), self._came
+        return frozenset(last.plan.members), self._since
 
     def keep(self, reduced: Reduced) -> None:
         """Keeps a result, and drops the oldest one if there are too many."""
         if reduced.plan.revision > self.newest:
-            self._came = trio.current_time()
+            self._came = self._since = trio.current_time()
         self._kept[reduced.plan.revision] = reduced
         for revision in sorted(self._kept)[: -self._times.keep]:
             del self._kept[revision]
+
+    def pass_over(self, revision: int) -> None:
+        """The rounds up to this one are over. Those of which we have no result were finished by others."""
+        if revision > max(self.newest, self._passed):
+            now = trio.current_time()
+            self._passed, self._since = revision, now - (now - self._came) / (revision - self.newest + 1)
 
     def clear(self) -> None:
         """Drops all results."""

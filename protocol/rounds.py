@@ -166,6 +166,7 @@ class Rounds:
 
     def committed(self, revision: int, digest: bytes) -> None:
         """We hold the state `revision` now, by way of the round that made it (or as the founder)."""
+        self._results.pass_over(revision)
         self._branch.advance(revision, digest)
         for number in [number for number in self._rounds if number <= revision]:
             self._rounds.pop(number).finished()

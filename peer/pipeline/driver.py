@@ -124,6 +124,7 @@ class Driver:
             trainer.begin(step, {number: self._sample(step, number) for number in mine})
             self._told.clear()
             self._bereft.clear()
+        orphans: set[int] = set()
         step, open_stages = trainer.step, []  # a stage that has lost its servers may be at an earlier one for a while
         counted = []
         for stage, each in enumerate(servers):
@@ -141,12 +142,10 @@ class Driver:
                     self._told[stage, peer] = standing.attempt
                     if stage in self._bereft:
                         self._doubt(stage)
-                    orphans = trainer.missing(stage, standing.attempt - 1, standing.missing)
-                    for number in self._owned(step, orphans):
-                        trainer.add(number, self._sample(step, number), [stage])
-        # Those of the next local step, and what a trainer that is gone has left undone. What it has done is done twice,
-        # and settled once.
-        numbers = range(open_numbers(counted, self._at_a_time, self._microbatches))
+                    orphans |= trainer.missing(stage, standing.attempt - 1, standing.missing)
+        # Those of the next local step, and what a trainer that is gone has left undone, in whatever stage. What it has
+        # done is done twice, and settled once.
+        numbers = orphans.union(range(open_numbers(counted, self._at_a_time, self._microbatches)))
         for number in set(self._owned(step, numbers)) - trainer.numbers if open_stages else ():
             trainer.add(number, self._sample(step, number), open_stages)
 

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from optim import (
     GradientOptimizer,
     LocalSwarm,
     LowCommunicationOptimizer,
+    MissedExchange,
     gradient_recipe,
     recipe,
 )
@@ -239,6 +241,35 @@ def test_an_exchange_takes_place_without_the_buffers_if_these_fail(alone, method
     assert none == []
     assert torch.equal(values, expected)
     assert alone.weights == [2.0] * 6
+
+
+class Late:
+    """A collective in which others have had two operations before its second one."""
+
+    def __init__(self, swarm):
+        self.swarm, self.calls = swarm, 0
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            outcome = getattr(self.swarm, name)(*arguments, **options)
+            self.calls += 1
+            return attrs.evolve(outcome, skipped=2) if self.calls == 2 else outcome
+
+        return call
+
+
+@pytest.mark.parametrize("method", ["diloco", "delayed"])
+def test_who_has_missed_exchanges_is_warned(alone, method):
+    model = make_model()
+    optimizer = LowCommunicationOptimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Late(alone), recipe(method, inner_steps=1)
+    )
+    optimizer.step()
+    with pytest.warns(MissedExchange, match="2 exchanges have taken place without this peer"):
+        optimizer.step()
+        optimizer.close()
+    optimizer.step()
+    optimizer.close()
 
 
 def test_a_run_ends_with_its_parameters_also_if_its_buffers_fail(alone):

@@ -51,6 +51,28 @@ async def test_who_does_not_come_any_more_is_waited_for_once(autojump_clock, swa
         await swarm.rest()
 
 
+async def test_who_was_too_slow_is_told_how_many_it_has_missed(autojump_clock, swarm_of):
+    async with swarm_of(3, times=TIMES) as swarm:
+        *quick, slow = swarm.peers
+        pauses = dict.fromkeys(quick, [0.0] + 12 * [PAUSE]) | {slow: [0.0, 8 * PAUSE, PAUSE]}
+        skipped = {peer: [] for peer in swarm.peers}
+
+        async def reduces(peer):
+            for pause in pauses[peer]:
+                await trio.sleep(pause)
+                reduced = await peer.collective.all_reduce(torch.ones(3))
+                skipped[peer].append((reduced.number, reduced.skipped))
+
+        await swarm.together(reduces)
+        for peer in quick:
+            assert skipped[peer] == [(number, 0) for number in range(1, 14)]
+        (first, _), (second, missed), (third, none) = skipped[slow]
+        assert (missed, none) == (second - first - 1, 0)
+        assert missed > 0
+        assert third == second + 1
+        await swarm.rest()
+
+
 @pytest.mark.parametrize("way", ["kill", "stall"])
 async def test_the_dead_are_not_waited_for(autojump_clock, swarm_of, way):
     async with swarm_of(3, times=TIMES) as swarm:
