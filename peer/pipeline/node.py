@@ -292,6 +292,8 @@ class PipelineNode:
         crew = self.crew
         with trio.move_on_after(ACQUAINTED):
             await crew.until(lambda: crew.is_acquainted)
+        if not crew.is_acquainted and not crew.furthest:  # nobody begins before whoever founded the run does
+            self.events.emit("waiting", here=len(self.mesh.members), wanted=None)
         everybody = frozenset(crew.standings)
         for _ in range(CHOICES):
             stage = self._neediest(everybody)

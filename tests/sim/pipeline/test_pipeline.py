@@ -219,6 +219,7 @@ async def test_nobody_begins_before_the_founder_who_waits_for_more_with_a_checkp
             swarm.start(peer)
         await trio.sleep(120)
         assert not any(peer.of("stage_synced") for peer in swarm.peers)
+        assert [len(peer.of("waiting")) for peer in swarm.peers] == [0, 1, 1, 1]
         founder.begins.set()
         await finished(swarm, steps)
         assert {event["step"] for peer in swarm.peers for event in peer.of("stage_synced")} == {begun.step}
