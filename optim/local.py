@@ -15,7 +15,7 @@ import torch
 from optim.windows import Arrival, Clocks, Key, Meeting, Queue, next_to_close
 from protocol.codecs import CodecName, ErrorFeedback, NotFinite, make_codec
 from protocol.collective import Block, Broadcasted, Collective, Exchanged, Gathered, Outcome, Reduced, Tensors, Window
-from protocol.errors import Behind, RequestTimeout, RoundAborted
+from protocol.errors import Behind, Misfit, RequestTimeout, RoundAborted
 from protocol.flatten import block_bytes, flat, shapes_of
 from protocol.identity import PeerId
 from protocol.pairs import Pairing, partner
@@ -122,7 +122,8 @@ class LocalSwarm:
         """One peer comes to an operation, and waits for the others; one of them does the work for all.
 
         Raises:
-            RoundAborted: Another peer has failed, or what they bring does not fit together.
+            RoundAborted: Another peer has failed.
+            Misfit: What they bring does not fit together.
             RequestTimeout: The others have not come in time.
         """
         with self._changed:
@@ -140,7 +141,7 @@ class LocalSwarm:
             if not meeting.over:
                 raise RequestTimeout(f"the other peers have not come within {timeout:g} s")
             if meeting.error is not None:
-                raise RoundAborted(str(meeting.error)) from meeting.error
+                raise meeting.problem(peer)
             assert meeting.plan is not None
             return meeting.plan, meeting
 
@@ -159,8 +160,7 @@ class LocalSwarm:
 
         Raises:
             Behind: What it has missed is not kept any more.
-            RoundAborted: As `meet`.
-            RequestTimeout: As `meet`.
+            RoundAborted: As `meet`, as are Misfit and RequestTimeout.
             ValueError: The operations of this tag and group have another window.
         """
         with self._changed:
@@ -175,8 +175,8 @@ class LocalSwarm:
                 self._give_up(peer, arrival.ran)
                 raise RequestTimeout(f"nobody else has come within {timeout:g} s")
             number = max(number for number, meeting in queue.results.items() if peer in meeting.offers)
-            if (error := queue.results[number].error) is not None:
-                raise RoundAborted(str(error)) from error
+            if queue.results[number].error is not None:
+                raise queue.results[number].problem(peer)
             if seen + 1 not in queue.results:
                 raise Behind(next(iter(queue.results[number].offers)), number)
             since = [queue.results[each] for each in range(seen + 1, number + 1)]
@@ -219,7 +219,7 @@ class LocalSwarm:
             return
         try:
             meeting.plan = self._plan(meeting, key, number)
-        except ValueError as error:
+        except Misfit as error:
             meeting.error = error
             return
         if meeting.plan.operation == "reduce":
@@ -231,7 +231,7 @@ class LocalSwarm:
         members = coordinators(self._run, 0, meeting.offers, tag=tag)  # in all operations the same order
         sizes = tuple(0 if (offer := meeting.offers[peer]) is None else len(offer) for peer in members)
         if operation != "gather" and len(set(sizes)) > 1:
-            raise ValueError(f"the peers bring different numbers of values: {sorted(set(sizes))}")
+            raise Misfit(f"the peers bring different numbers of values: {sorted(set(sizes))}", tuple(members))
         return Plan(
             run=self._run,
             revision=number,

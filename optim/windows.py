@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from protocol.collective import Window
+from protocol.errors import Misfit, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.plan import Operation, Plan
 
@@ -27,12 +28,18 @@ class Meeting:
     """Whose time goes on when it is over."""
     plan: Plan | None = None
     mean: torch.Tensor | None = None
-    error: Exception | None = None
+    error: RoundAborted | Misfit | None = None
 
     @property
     def over(self) -> bool:
         """There is a result, or an error."""
         return self.plan is not None or self.error is not None
+
+    def problem(self, peer: PeerId) -> ShoalError:
+        """The error for one of those who have come: each raises its own, in a thread of its own."""
+        if isinstance(self.error, Misfit):
+            return Misfit(str(self.error), tuple(other for other in self.error.peers if other != peer))
+        return RoundAborted(str(self.error))
 
 
 @attrs.define(eq=False)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import trio
 
 from optim.slots import AllReduce, Exchange, Gather, Operation
-from protocol.codecs import NotFinite
 from protocol.collective import Outcome
 from protocol.flatten import block_bytes
 from protocol.operations import exchanged_of, gathered_of
@@ -32,9 +30,5 @@ async def perform(rounds: Rounds, operation: Operation, revision: int, *, digest
             return gathered_of(await rounds.gather(revision, block_bytes(block), digest=digest))
         case Exchange(values, weight, pairing):
             started = trio.current_time()
-            try:
-                agreed, swap = await rounds.exchange(revision, values, weight, digest=digest, pairing=pairing)
-            except NotFinite:  # with what the codec has left out so far
-                none = torch.zeros_like(values)
-                agreed, swap = await rounds.exchange(revision, none, 0.0, digest=digest, pairing=pairing)
+            agreed, swap = await rounds.exchange(revision, values, weight, digest=digest, pairing=pairing)
             return exchanged_of(agreed, swap, trio.current_time() - started)

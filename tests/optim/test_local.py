@@ -9,7 +9,7 @@ import torch
 from optim import LocalSwarm
 from protocol.channels import ChannelSettings
 from protocol.collective import Window
-from protocol.errors import RequestTimeout, RoundAborted
+from protocol.errors import Misfit, RequestTimeout
 from protocol.standalone import join_collective
 
 
@@ -100,8 +100,9 @@ def test_the_failure_of_one_ends_all_and_is_told():
 
 def test_what_does_not_fit_together_is_refused():
     swarm = LocalSwarm(2)
-    with pytest.raises(RoundAborted, match=r"different numbers of values: \[1, 2\]"):
+    with pytest.raises(Misfit, match=r"different numbers of values: \[1, 2\]") as misfit:
         swarm.run(lambda peer: peer.all_reduce(torch.ones(1 + swarm.peers.index(peer))))
+    assert len(misfit.value.peers) == 1  # the other one
     with pytest.raises(ValueError, match="1 names for 2 peers"):
         LocalSwarm(2, peer_ids=[swarm.peers[0].peer_id])
 

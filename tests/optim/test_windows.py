@@ -7,7 +7,7 @@ import torch
 
 from optim import LocalSwarm
 from protocol.collective import Window
-from protocol.errors import Behind, RequestTimeout, RoundAborted
+from protocol.errors import Behind, Misfit, RequestTimeout
 
 
 def told(reduced):
@@ -102,7 +102,7 @@ def test_simulated_time_passes_for_all_who_wait_for_each_other():
 
 def test_what_does_not_fit_together_is_refused():
     swarm = LocalSwarm(2)
-    with pytest.raises(RoundAborted, match=r"different numbers of values"):
+    with pytest.raises(Misfit, match=r"different numbers of values"):
         swarm.run(lambda peer: peer.all_reduce(torch.ones(1 + swarm.peers.index(peer)), window=Window()))
     swarm = LocalSwarm(1)
     swarm.peers[0].all_reduce(torch.ones(1), window=Window())
