@@ -56,7 +56,8 @@ MARGIN = 1.1
 """How much longer the ring may take than the way over owners."""
 
 UNEQUAL = 1.2
-"""How much longer equal blocks may take than unequal ones: measured rates are not more certain than that."""
+"""How much longer equal blocks may take than unequal ones, and those of all than of few: measured rates are not more
+certain than that."""
 
 BELIEVED = 2.0
 """Times the usual rate up to which a member's word on its own line is enough."""
@@ -246,7 +247,10 @@ def scheduled(plan: Plan, lines: Lines) -> Plan:
     if UNEQUAL * least >= time:
         return best
     shapes = (_rounded(lines.parts(owners, giving), free, block_of(plan.codec)) for owners in _owners(lines))
-    unequal = min((attrs.evolve(direct, blocks=blocks) for blocks in shapes), key=lambda one: _time(one, lines))
+    unequal, *narrower = (attrs.evolve(direct, blocks=blocks) for blocks in shapes)
+    for fewer in narrower:  # who own more, so that their lines have less to spare
+        if UNEQUAL * _time(fewer, lines) < _time(unequal, lines):
+            unequal = fewer
     return unequal if UNEQUAL * _time(unequal, lines) < time else best
 
 

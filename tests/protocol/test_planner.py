@@ -148,6 +148,19 @@ def test_members_that_are_fast_enough_own_as_much_as_each_other():
     assert max(plan.blocks) - min(plan.blocks[0], plan.blocks[1], plan.blocks[3]) <= 2
 
 
+def test_one_whom_all_reach_well_does_not_own_all_where_that_gains_nothing():
+    """The slow member's line takes as long either way, and waits at an owner whose line the others' values fill."""
+    members = peers(4)
+    claims = with_lines(members, [20 * MEGABIT] + [100 * MEGABIT] * 3)
+    for one, other in ((0, 2), (2, 0), (1, 2), (2, 1)):
+        way = Partner(members[other], sent=15 * MEGABIT, received=15 * MEGABIT, rtt=50_000, relayed=False)
+        others = tuple(known for known in claims[members[one]].partners if known.peer != members[other])
+        claims[members[one]] = attrs.evolve(claims[members[one]], partners=(*others, way))
+    plan = scheduled(make_plan(members, 100 * MIB // 4), lines_of(members, claims))
+    assert plan.blocks[0] == 0
+    assert min(plan.blocks[1:]) > 0.3 * plan.free
+
+
 @pytest.mark.parametrize("fast", [1, 2, 3])
 def test_a_few_fast_members_do_not_own_so_much_that_they_keep_more_than_two_vectors(fast):
     members = peers(8)
