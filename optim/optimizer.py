@@ -249,7 +249,8 @@ class LowCommunicationOptimizer(Wrapper):
         """Ends the run: applies what is under way, and makes one set of parameters of the peers' if they differ.
 
         All peers call this, after the same number of exchanges unless some go on without those who are late. The model
-        then has the run's outer parameters, and the mean of all peers' buffers.
+        then has the run's outer parameters, and the mean of all peers' buffers. Who calls it later than the collective
+        waits for (`RoundTimes.grace`) ends with what those have who call it then.
 
         Raises:
             ShoalError: An exchange failed; it may be called again.

@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +24,7 @@ from optim.flat import unwrapped
 from optim.methods import GRADIENT_RECIPES
 from optim.mtdao import MultiTimescaleOptimizer, QuasiHyperbolicAdam
 from optim.shards import local
+from protocol.channels import ChannelSettings
 from protocol.errors import SettingsError, ShoalError
 from protocol.standalone import join_collective
 from tests.optim.replicas import Flaky
@@ -241,7 +243,11 @@ def main(spec):
     with contextlib.ExitStack() as stack:
         swarm = None
         if spec["rank"] == 0:
-            swarm = stack.enter_context(join_collective("machines", listen=spec["listen"], peers=spec["peers"]))
+            usual = ChannelSettings()
+            settings = attrs.evolve(usual, times=attrs.evolve(usual.times, grace=spec.get("grace", usual.times.grace)))
+            swarm = stack.enter_context(
+                join_collective("machines", listen=spec["listen"], peers=spec["peers"], settings=settings)
+            )
             swarm.wait_for(spec["machines"], timeout=60)
         result = globals()[spec["task"]](spec, Machine(swarm))
     if spec["rank"] == 0:

@@ -125,8 +125,8 @@ def test_machines_take_part_in_exchanges_with_a_window(machines):
 def test_machines_that_do_not_wait_for_each_other_end_with_the_same(machines):
     """Which exchanges a machine misses, time decides; all its processes find the same, and the end makes up for it."""
     methods = [("decoupled", {"inner_steps": 4, "fragments": 2, "delay": 1, "quorum": 1, "grace": 0.01, "keep": 64})]
-    machines.start(0, "compare", methods=methods, steps=4 * STEPS)
-    machines.start(1, "compare", methods=methods, steps=2 * STEPS)
+    machines.start(0, "compare", methods=methods, steps=4 * STEPS, grace=120.0)  # for which the end waits, too
+    machines.start(1, "compare", methods=methods, steps=2 * STEPS, grace=120.0)
     assert machines.result(0) == machines.result(1)
 
 
