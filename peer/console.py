@@ -127,6 +127,10 @@ def describe(event: Event) -> str | None:
             )
         case "stage_lost":
             return f"stage {event['stage']}: the others are at step {event['step']}; what was lost is not done again"
+        case "distrusted":
+            return (
+                f"peer {peer} is asked for nothing more, as what it sends of stage {event['stage']} is wrong: {reason}"
+            )
         case "moved":
             return f"moved from stage {event['source']} to stage {event['target']}, where it is needed more"
         case "validation" if event.get("loss") is not None:

@@ -18,11 +18,10 @@ from peer.pipeline.crew import Crew
 from peer.pipeline.messages import FetchState, stage_run
 from peer.pipeline.service import send_tensors
 from peer.pipeline.tensors import dump, load
-from peer.pipeline.transfer import fetch_tensors
+from peer.pipeline.transfer import Fetcher
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused, ShoalError
-from protocol.identity import PeerId
 from protocol.stream import Stream
 
 
@@ -37,6 +36,7 @@ class Copies:
         courtesy: Lets operations go before states that are sent.
         forms: What the state of a stage looks like.
         compute: Runs what takes long.
+        fetcher: Fetches states of others.
         saved: What the disk has of a stage.
         offered: Stages of which it has something that others may need.
     """
@@ -51,22 +51,24 @@ class Copies:
         forms: Callable[[int], Form],
         *,
         compute: Compute,
+        fetcher: Fetcher,
         saved: Callable[[int], Awaitable[StageState | None]],
         offered: Collection[int] = (),
     ) -> None:
         self._endpoint, self._run, self._stages, self._crew = endpoint, run_id, stages, crew
         self._courtesy, self._forms, self._compute = courtesy, forms, compute
-        self._saved, self._offered = saved, set(offered)
+        self._saved, self._offered, self._fetcher = saved, set(offered), fetcher
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._handlers: dict[int, contextlib.ExitStack] = {}
-        self._wanted: int | None = None
+        self._wanted: tuple[int, Mapping[str, bool]] | None = None
         self._asked = trio.Event()
 
-    def renew(self, stage: int, *, due: bool) -> None:
+    def renew(self, stage: int, kinds: Mapping[str, bool], *, due: bool) -> None:
         """Fetches the state of the stage after this one, in which we serve, if that is for us to do; not at once.
 
         Args:
             stage: Ours.
+            kinds: What optimizers remember, see `inner_kinds`.
             due: Whether a copy that we have is to be renewed.
         """
         for each in list(self._offered) if due else ():  # all stages are ahead of it, and others have copies
@@ -78,7 +80,7 @@ class Copies:
             if first != self._crew.peer and each in self._crew.standings[first].copies:
                 self.forget(each)
         if self._stages > 1 and is_first and (due or wanted not in self._kept):
-            self._wanted = wanted
+            self._wanted = wanted, kinds
             self._asked.set()
 
     async def run(self) -> None:
@@ -90,7 +92,7 @@ class Copies:
                 await self._asked.wait()
                 self._asked = trio.Event()
                 if self._wanted is not None:
-                    await self._fetch(self._wanted)
+                    await self._fetch(*self._wanted)
         finally:
             for stage in [*self._kept, *self._offered]:
                 self.forget(stage)
@@ -107,23 +109,19 @@ class Copies:
             own = self._kept.get(stage) if peer == self._crew.peer else None
             if own is not None or (stage in standing.copies and peer != self._crew.peer):
                 with contextlib.suppress(ShoalError):
-                    step, data = own or await self._fetch_from(peer, stage)
-                    state = await self._compute(partial(load, data, step))
-                    self._forms(stage).check(state, kinds)
-                    found.append(state)
+                    if own is not None:
+                        found.append(await self._compute(load, own[1], own[0]))
+                    else:
+                        found.append((await self._fetcher.state(peer, stage, self._forms(stage), kinds))[0])
         credible = [state for state in found if self._crew.is_credible(self._crew.peer, state.step)]
         return max(credible or found, key=lambda state: state.step, default=None)
 
-    async def _fetch_from(self, peer: PeerId, stage: int) -> tuple[int, bytes]:
-        request = FetchState(stage_run(self._run, stage))
-        return await fetch_tensors(self._endpoint, peer, request, most=self._forms(stage).most)
-
-    async def _fetch(self, stage: int) -> None:
+    async def _fetch(self, stage: int, kinds: Mapping[str, bool]) -> None:
         if self._crew.own.stage == stage:  # we have moved since it was asked for
             return
         for peer in self._crew.servers(stage):
             with contextlib.suppress(ShoalError):
-                kept = await self._fetch_from(peer, stage)
+                state, data = await self._fetcher.state(peer, stage, self._forms(stage), kinds)
                 break
         else:
             return
@@ -131,7 +129,7 @@ class Copies:
             return
         for other in list(self._kept.keys() - {stage}):
             self.forget(other)
-        self._kept[stage] = kept
+        self._kept[stage] = state.step, data
         self._offer(stage)
 
     def _offer(self, stage: int) -> None:

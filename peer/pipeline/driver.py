@@ -13,6 +13,7 @@ import trio
 from optim.swarm.local import open_numbers
 from optim.swarm.messages import Answer, Request, Withdraw, Withdrawn
 from optim.swarm.trainer import PipelineTrainer, Sample, Send, Settings
+from peer.node import Compute
 from peer.pipeline.calls import Calls
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import (
@@ -23,8 +24,9 @@ from peer.pipeline.messages import (
     withdrawn_of,
 )
 from peer.pipeline.service import StageService
+from peer.pipeline.trust import Checks, Trust
 from protocol.endpoint import Endpoint
-from protocol.errors import PeerUnreachable, RequestRefused, RequestTimeout, ShoalError
+from protocol.errors import PeerUnreachable, ProtocolError, RequestRefused, RequestTimeout, ShoalError
 from protocol.identity import PeerId
 
 GRACE = 10.0
@@ -45,6 +47,8 @@ class Driver:
         local: Our own server of a stage, if we have it.
         rng: Decides between servers that are equal.
         sizes: What a microbatch has at most.
+        trust: Who may be asked.
+        compute: Runs what takes long.
         settings: How to go about it.
         last: The step that ends the run, of which there are no microbatches; 0 if none does.
         on_losses: Told, at the end of each step, the losses of our samples in it, if there are any.
@@ -63,6 +67,8 @@ class Driver:
         local: Callable[[int], StageService | None],
         rng: Random,
         sizes: Sizes,
+        trust: Trust,
+        compute: Compute,
         settings: Settings | None = None,
         last: int = 0,
         on_losses: Callable[[int, list[float]], None] = lambda step, losses: None,
@@ -70,7 +76,8 @@ class Driver:
         self.trainer = PipelineTrainer(stages, rng, settings)
         self._endpoint, self._crew, self._sample, self._on_losses = endpoint, crew, sample, on_losses
         self._runs = [stage_run(run_id, stage) for stage in range(stages)]
-        self._calls = Calls(endpoint, sizes)
+        self._calls, self._trust = Calls(endpoint, sizes), trust
+        self._checks = Checks(sizes=sizes, stages=stages, compute=compute)
         self._microbatches, self._at_a_time, self._last = microbatches, at_a_time, last
         self._local = local
         self._told: dict[tuple[int, PeerId], int] = {}  # failed settlements of the step, by stage and who tells
@@ -113,7 +120,10 @@ class Driver:
         self._here = here
         for router, each in zip(trainer.routers, servers, strict=True):
             for peer in each:
-                router.add(peer)
+                if peer in self._trust:
+                    router.add(peer)
+                else:
+                    router.remove(peer)
         steps = [max((standing.step for standing in each.values()), default=-1) for each in servers]
         step = min(steps)
         if step < 0:
@@ -197,8 +207,22 @@ class Driver:
         if (own := self._own(stage, peer)) is not None:
             return await own.ask(request)
         with trio.move_on_after(request.patience + GRACE):
-            return await self._calls.ask(peer, self._runs[stage], request)
+            return await self._ask_another(stage, peer, request)
         raise RequestTimeout(f"{peer.short} has not answered within {request.patience + GRACE:g} s")
+
+    async def _ask_another(self, stage: int, peer: PeerId, request: Request) -> Answer:
+        """Has somebody else do something, and doubts it if what it says makes no sense."""
+        try:
+            answer = await self._calls.ask(peer, self._runs[stage], request)
+            await self._checks.check(stage, request, answer)
+        except ProtocolError as error:
+            self._trust.doubt(peer, stage, str(error))
+            raise
+        except RequestRefused as error:
+            if error.code == "misfit":
+                self._trust.doubt(peer, stage, f"it refuses what makes sense: {error}")
+            raise
+        return answer
 
     def _own(self, stage: int, peer: PeerId) -> StageService | None:
         if peer != self._crew.peer:

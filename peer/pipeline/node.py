@@ -30,6 +30,8 @@ from peer.pipeline.service import StageService
 from peer.pipeline.settings import Pipeline
 from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps
 from peer.pipeline.states import States
+from peer.pipeline.transfer import Fetcher
+from peer.pipeline.trust import Trust
 from peer.pipeline.validation import Plan as Measurements
 from peer.pipeline.validation import Validation
 from protocol.channels import ChannelSettings
@@ -100,6 +102,7 @@ class PipelineNode:
     crew: Crew = attrs.field(init=False)
     _balance: Balance = attrs.field(init=False)
     _courtesy: Courtesy = attrs.field(init=False)
+    _fetcher: Fetcher = attrs.field(init=False)
     _copies: Copies = attrs.field(init=False)
     _states: States = attrs.field(init=False)
     _told_at: float = attrs.field(default=0.0, init=False)
@@ -127,6 +130,16 @@ class PipelineNode:
     def _make_courtesy(self) -> Courtesy:
         return Courtesy(lambda: self.endpoint.bytes_sent)
 
+    @_fetcher.default
+    def _make_fetcher(self) -> Fetcher:
+        return Fetcher(
+            endpoint=self.endpoint,
+            run_id=self.pipeline.run_id,
+            last=self.pipeline.steps,
+            trust=Trust(self._tell_distrust),
+            compute=self.compute,
+        )
+
     @_copies.default
     def _make_copies(self) -> Copies:
         return Copies(
@@ -137,6 +150,7 @@ class PipelineNode:
             self._courtesy,
             self.form,
             compute=self.compute,
+            fetcher=self._fetcher,
             saved=self._read,
             offered=self.offered,
         )
@@ -147,8 +161,7 @@ class PipelineNode:
     @_states.default
     def _make_states(self) -> States:
         return States(
-            self.endpoint,
-            self.pipeline.run_id,
+            self._fetcher,
             crew=self.crew,
             copies=self._copies,
             chain=self.pipeline.chain,
@@ -172,6 +185,8 @@ class PipelineNode:
             sample=pipeline.contents,
             local=self._serving.get,
             sizes=pipeline.sizes,
+            trust=self._fetcher.trust,
+            compute=self.compute,
             rng=self.rng,
             settings=attrs.evolve(self.trainer, same_path=pipeline.local_steps is not None),
             last=pipeline.steps,
@@ -190,7 +205,14 @@ class PipelineNode:
             every=pipeline.validate_every,
             last=pipeline.steps,
         )
-        return Validation(plan, self.crew, self._driver.ask, rng=self.rng, on_loss=self._tell_validation)
+        return Validation(
+            plan,
+            self.crew,
+            self._driver.ask,
+            rng=self.rng,
+            trust=self._fetcher.trust,
+            on_loss=self._tell_validation,
+        )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves and trains until the last step is made, until it is `asked` to leave, or until cancelled.
@@ -257,6 +279,9 @@ class PipelineNode:
         self._told_at = now
         loss = sum(losses) / len(losses)
         self.events.emit("inner", step=step, loss=loss, samples=len(losses), tokens=tokens, tokens_per_second=speed)
+
+    def _tell_distrust(self, peer: PeerId, stage: int, reason: str) -> None:
+        self.events.emit("distrusted", peer=peer, stage=stage, reason=reason)
 
     def _tell_validation(self, step: int, loss: float) -> None:
         self.events.emit("validation", round=step, loss=loss)
@@ -361,14 +386,13 @@ class PipelineNode:
             service,
             number,
             Plan(
-                run_id=pipeline.run_id,
                 microbatches=pipeline.total,
                 forms=self._states.forms,
                 clip=pipeline.clip,
             ),
             crew=crew,
             collective=collective,
-            endpoint=self.endpoint,
+            fetcher=self._fetcher,
             compute=self.compute,
             rate=pipeline.rate,
             tell_event=partial(self._tell_settled, number),
@@ -414,7 +438,7 @@ class PipelineNode:
                     nursery.cancel_scope.cancel()
                     return move
                 due = server.step % self.pipeline.save_every == 0
-                self._copies.renew(number, due=due)
+                self._copies.renew(number, server.kinds, due=due)
                 if due:
                     await self._save(number, service)
             if server.step % self.pipeline.save_every:

@@ -275,7 +275,8 @@ class StageService:
         self._check(stream)
         if request.step not in self._tied:
             raise RequestRefused(f"step {request.step} is not settled here, or long over", code="unsettled")
-        await send_tensors(stream, request.step, dump_tensors(self._tied[request.step]), self._courtesy)
+        data = await self._compute(dump_tensors, self._tied[request.step])
+        await send_tensors(stream, request.step, data, self._courtesy)
 
 
 async def send_tensors(stream: Stream, step: int, data: bytes, courtesy: Courtesy) -> None:

@@ -18,12 +18,10 @@ from optim.swarm.server import MOST_SQUARES, Contribution, clipping
 from optim.swarm.state import Form
 from peer.node import Compute
 from peer.pipeline.crew import Crew
-from peer.pipeline.messages import MOST_MICROBATCHES, FetchTied, Squares, stage_run
+from peer.pipeline.messages import MOST_MICROBATCHES, Squares
 from peer.pipeline.service import StageService
-from peer.pipeline.tensors import load_tensors
-from peer.pipeline.transfer import fetch_tensors
+from peer.pipeline.transfer import Fetcher
 from protocol.collective import Reduced
-from protocol.endpoint import Endpoint
 from protocol.errors import Misfit, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operations import AsyncCollective
@@ -42,7 +40,6 @@ RETRY = 0.5
 class Plan:
     """What all peers of a pipeline agree on."""
 
-    run_id: bytes
     microbatches: int
     """Of a step, or of a round of local steps."""
     forms: Sequence[Form]
@@ -89,7 +86,7 @@ class StageSteps:
         plan: What all agree on.
         crew: Who does what.
         collective: The operations of the stage's servers.
-        endpoint: Carries everything else.
+        fetcher: Fetches tensors of others.
         compute: Runs what takes long.
         rate: The learning rate of a step.
         tell_event: Told, as "stage_settled" and then as "stage_step", which ledgers are in the mean of a step, if we
@@ -104,13 +101,13 @@ class StageSteps:
         *,
         crew: Crew,
         collective: AsyncCollective,
-        endpoint: Endpoint,
+        fetcher: Fetcher,
         compute: Compute,
         rate: Callable[[int], float],
         tell_event: Callable[[str, int, Mapping[PeerId, Ledger]], None],
     ) -> None:
         self._service, self._server, self._stage, self._plan = service, service.server, stage, plan
-        self._crew, self._collective, self._endpoint = crew, collective, endpoint
+        self._crew, self._collective, self._fetcher = crew, collective, fetcher
         self._compute, self._rate, self._tell_event = compute, rate, tell_event
         self._settlement: Settlement | None = None
         self._squares: Squares | None = None  # of our stage's gradient in a step
@@ -325,16 +322,12 @@ class StageSteps:
 
         If all that had it are gone, the stage does the step again, unless some stage has made it: then it cannot.
         """
-        request, form = FetchTied(stage_run(self._plan.run_id, stage), self._server.step), self._plan.forms[stage]
         hopeless = math.inf
         while True:
             changed = self._crew.changed
             for peer in self._crew.servers(stage):
                 try:
-                    _, data = await fetch_tensors(self._endpoint, peer, request, most=form.most)
-                    tied = load_tensors(data)
-                    form.check_tied(tied)
-                    return tied
+                    return await self._fetcher.tied(peer, stage, self._server.step, self._plan.forms[stage])
                 except ShoalError:
                     continue
             if any(each.step > self._server.step for each in self._crew.servers(self._stage).values()):

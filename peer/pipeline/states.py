@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from random import Random
 
 import attrs
@@ -17,10 +16,7 @@ from optim.swarm.state import Form, StageState
 from peer.node import Compute
 from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew
-from peer.pipeline.messages import FetchState, stage_run
-from peer.pipeline.tensors import load
-from peer.pipeline.transfer import fetch_tensors
-from protocol.endpoint import Endpoint
+from peer.pipeline.transfer import Fetcher
 from protocol.errors import ShoalError
 from protocol.identity import PeerId
 
@@ -35,8 +31,7 @@ class States:
     """Finds the states of stages.
 
     Args:
-        endpoint: Carries everything.
-        run_id: 32 bytes.
+        fetcher: Fetches states of others.
         crew: Who does what.
         copies: Those that peers keep of other stages.
         chain: Makes the model.
@@ -49,8 +44,7 @@ class States:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: bytes,
+        fetcher: Fetcher,
         *,
         crew: Crew,
         copies: Copies,
@@ -61,7 +55,7 @@ class States:
         compute: Compute,
         rng: Random,
     ) -> None:
-        self._endpoint, self._run, self._crew, self._copies = endpoint, run_id, crew, copies
+        self._fetcher, self._crew, self._copies = fetcher, crew, copies
         self._chain, self._stages, self._compute, self._rng = chain, stages, compute, rng
         self._initial, self._device = initial, device
         self.forms: list[Form] = []
@@ -150,11 +144,13 @@ class States:
         )
 
     def _others(self, number: int) -> list[PeerId]:
-        return [peer for peer in self._crew.servers(number) if peer != self._crew.peer]
+        servers, trust = self._crew.servers(number), self._fetcher.trust
+        return [peer for peer in servers if peer != self._crew.peer and peer in trust]
 
     def _is_next(self, number: int) -> bool:
         """Whether it is for us to revive the stage, of all who are to serve it: the others take it from us then."""
-        there = {peer: each.step for peer, each in self._crew.standings.items() if each.stage == number}
+        standings, trust = self._crew.standings.items(), self._fetcher.trust
+        there = {peer: each.step for peer, each in standings if each.stage == number and peer in trust}
         return self._crew.peer == min(there, key=lambda peer: (-there[peer], peer))
 
     async def _fetch(self, number: int, kinds: Mapping[str, bool], least: int = 0) -> StageState | None:
@@ -169,12 +165,10 @@ class States:
         return None
 
     async def _fetch_from(self, peer: PeerId, number: int, kinds: Mapping[str, bool]) -> StageState | None:
-        request, form = FetchState(stage_run(self._run, number)), self.forms[number]
         with contextlib.suppress(ShoalError):
-            step, data = await fetch_tensors(self._endpoint, peer, request, most=form.most)
-            state = await self._compute(partial(load, data, step))
-            form.check(state, kinds)
-            return state
+            state, _ = await self._fetcher.state(peer, number, self.forms[number], kinds)
+            # Of a step that it cannot be at, it is none to go on from.
+            return state if self._crew.is_credible(peer, state.step) else None
         return None
 
 

@@ -13,6 +13,8 @@ from optim.swarm.state import StageState
 from protocol.errors import ProtocolError
 
 MEAN = "mean"
+_DTYPES = {*(torch.float64, torch.float32, torch.float16, torch.bfloat16), *(torch.int64, torch.int32, torch.int16)}
+_DTYPES |= {torch.int8, torch.uint8, torch.bool}
 _MODEL, _INNER, _TIED, _OUTER = "model/", "inner/", "tied/", "outer/"
 
 
@@ -81,6 +83,8 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise ProtocolError(f"tensors that cannot be read: {error}") from error
     for name, values in tensors.items():
+        if values.dtype not in _DTYPES:
+            raise ProtocolError(f"{name[:80]} has numbers of a strange kind: {values.dtype}")
         if not bool(torch.isfinite(values).all()):
             raise ProtocolError(f"{name[:80]} has values that are not finite")
     return tensors

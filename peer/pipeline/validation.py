@@ -14,6 +14,7 @@ from optim.swarm.payloads import Packer, Payload
 from optim.swarm.trainer import Sample
 from peer.pipeline.crew import Crew
 from peer.pipeline.messages import MOST_LOSS, Measured
+from peer.pipeline.trust import Trust
 from protocol.errors import ShoalError
 from protocol.identity import PeerId
 
@@ -50,6 +51,7 @@ class Validation:
         crew: Who does what.
         ask: Has a server of a stage do something; raises ShoalError.
         rng: Spreads load.
+        trust: Who may be asked.
         on_loss: Told the step and the loss whenever a measurement is known, ours or another's; not a number if it was
             not finite.
     """
@@ -61,9 +63,11 @@ class Validation:
         ask: Callable[[int, PeerId, Request], Awaitable[Answer]],
         *,
         rng: Random,
+        trust: Trust,
         on_loss: Callable[[int, float], None],
     ) -> None:
         self._plan, self._crew, self._ask, self._rng, self._on_loss = plan, crew, ask, rng, on_loss
+        self._trust = trust
         self._newest = -1
 
     def newest(self) -> int:
@@ -117,7 +121,8 @@ class Validation:
         step, last = self._step(), self._plan.stages - 1
         values: Payload | None = sample.tokens
         for stage in range(self._plan.stages):
-            able = [peer for peer, each in self._crew.servers(stage).items() if each.step == step]
+            servers = self._crew.servers(stage)
+            able = [peer for peer, each in servers.items() if each.step == step and peer in self._trust]
             if not able:
                 return None
             targets = sample.targets if stage == last else None

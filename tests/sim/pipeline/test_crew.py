@@ -12,6 +12,8 @@ from peer.pipeline.copies import Copies
 from peer.pipeline.crew import RETRY, Crew
 from peer.pipeline.driver import Driver
 from peer.pipeline.messages import Sizes, Standing
+from peer.pipeline.transfer import Fetcher
+from peer.pipeline.trust import Trust
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint
 from protocol.identity import Identity
@@ -73,12 +75,17 @@ def copies_of(crew, endpoint, step):
     async def saved(stage):
         return state
 
-    kept = {"saved": saved, "offered": [2] if step else []}
+    kept = {"saved": saved, "offered": [2] if step else [], "fetcher": fetcher_of(endpoint)}
     return Copies(endpoint, RUN, 3, crew, Courtesy(lambda: 0), lambda _: Form.of(stage), compute=compute, **kept)
 
 
 async def compute(function, *arguments):
     return function(*arguments)
+
+
+def fetcher_of(endpoint):
+    trust = Trust(lambda peer, stage, reason: None)
+    return Fetcher(endpoint=endpoint, run_id=RUN, last=0, trust=trust, compute=compute)
 
 
 @pytest.mark.parametrize("steps", [(10, 20), (20, 10)])
@@ -114,9 +121,10 @@ async def test_a_copy_is_not_fetched_from_ourselves_if_we_have_moved_to_its_stag
     def form(stage):
         raise AssertionError("nothing is fetched")
 
-    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), form, compute=compute, saved=saved)
+    kept = {"saved": saved, "fetcher": fetcher_of(endpoint)}
+    copies = Copies(endpoint, RUN, 2, crew, Courtesy(lambda: 0), form, compute=compute, **kept)
     crew.announce(stage=0, ready=True)
-    copies.renew(0, due=True)
+    copies.renew(0, {}, due=True)
     crew.announce(stage=1)
     nursery.start_soon(copies.run)
     await trio.sleep(1)
@@ -141,6 +149,8 @@ async def test_a_stage_that_we_have_just_left_is_not_asked_for_over_the_network(
         sizes=Sizes(samples=2, tokens=8, width=8),
         sample=lambda step, number: sample(text_batch(step, number)),
         local=local,
+        trust=Trust(lambda peer, stage, reason: None),
+        compute=compute,
         rng=random.Random(0),
     )
     crew.announce(stage=0, ready=True, trains_from=0)

@@ -1,0 +1,174 @@
+"""A server that sends what makes no sense costs the others no more than one that has died."""
+
+import attrs
+import pytest
+import safetensors.torch
+import torch
+import trio
+
+from optim.swarm.payloads import Packer, Payload
+from optim.swarm.server import Contribution
+from protocol.errors import RequestRefused
+from tests.sim.pipelines import pipeline
+
+PACKER = Packer()
+STEPS = 6
+
+
+def spoil(payload, data=None, **changes):
+    return payload and attrs.evolve(payload, data=payload.data if data is None else data(payload.data), **changes)
+
+
+def misshapen(payload):
+    return payload and PACKER.pack(torch.ones(2, 3), "fp32")
+
+
+ANSWERS = {
+    "not finite": lambda payload: spoil(payload, lambda data: b"\xff" * len(data)),
+    "short": lambda payload: spoil(payload, lambda data: data[:-1]),
+    "encoding": lambda payload: spoil(payload, encoding="bf16"),
+    "tokens": lambda payload: spoil(payload, encoding="tokens"),
+    "shape": misshapen,
+    "samples": lambda payload: payload and PACKER.pack(torch.ones(1, *payload.shape[1:]), "fp32"),
+    "large": lambda payload: payload and Payload("fp32", (2, 1 << 20), payload.data),
+    "nothing": lambda payload: None,
+}
+
+
+async def served(swarm, peer):
+    await swarm.until(lambda: peer.node._serving)
+    return next(iter(peer.node._serving.values()))
+
+
+def made(peer):
+    return peer.node.crew.own.step
+
+
+async def goes_on(swarm, liar, asked):
+    """All trainers find out who lies, say why, ask it for nothing any more, and train without it."""
+    trainers = [peer for peer in swarm.peers if peer is not liar]
+    with trio.fail_after(600):
+        await swarm.until(lambda: all(peer.of("distrusted") for peer in trainers))
+        await trio.sleep(1)  # what was on its way
+        before, count = max(made(peer) for peer in trainers), len(asked)
+        await swarm.until(lambda: min(made(peer) for peer in trainers) >= before + 5)
+    told = [event for peer in trainers for event in peer.of("distrusted")]
+    assert {event["peer"] for event in told} == {liar.id}
+    assert all(event["reason"] for event in told)
+    assert len(asked) == count
+
+
+async def ends(swarm, liar, steps=STEPS):
+    """All others make all steps."""
+    others = [peer for peer in swarm.peers if peer is not liar]
+    with trio.fail_after(300):
+        await swarm.until(lambda: all(peer.saved is not None and peer.saved[1].step == steps for peer in others))
+
+
+def lying_swarm(swarm, place):
+    liar = swarm.peers[place]
+    liar.node = attrs.evolve(liar.node, trains=False)
+    return liar
+
+
+@pytest.mark.parametrize("part", ["values", "losses"])
+@pytest.mark.parametrize("way", ANSWERS)
+@pytest.mark.parametrize("place", [1, 3, 5])
+async def test_answers(autojump_clock, swarm_of, place, way, part):
+    if part == "losses" and place != 5:
+        pytest.skip("only the last stage tells losses")
+    async with swarm_of(pipeline(3, 0), [0, 0, 1, 1, 2, 2], seed=place) as swarm:
+        liar = lying_swarm(swarm, place)
+        service, asked = await served(swarm, liar), []
+        honest = service.ask
+
+        async def ask(request):
+            answer = await honest(request)
+            asked.append(request)
+            return attrs.evolve(answer, **{part: ANSWERS[way](getattr(answer, part))})
+
+        service.ask = ask
+        await goes_on(swarm, liar, asked)
+
+
+async def test_refusals_of_what_makes_sense(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(3, 0), [0, 0, 1, 1, 2, 2]) as swarm:
+        liar = lying_swarm(swarm, 3)
+        service, asked = await served(swarm, liar), []
+
+        async def ask(request):
+            asked.append(request)
+            raise RequestRefused("nonsense", code="misfit")
+
+        service.ask = ask
+        await goes_on(swarm, liar, asked)
+
+
+def strange(step):
+    return safetensors.torch.save({"model/a": torch.zeros(2, dtype=torch.float8_e4m3fn)})
+
+
+STATES = {
+    "bytes": lambda state: (state[0], b"\xff" * 100),
+    "kind": lambda state: (state[0], strange(state[0])),
+    "nothing": lambda state: (state[0], safetensors.torch.save({})),
+    "not finite": lambda state: (state[0], safetensors.torch.save({"model/a": torch.full((2,), torch.nan)})),
+    "step": lambda state: (1 << 40, state[1]),
+}
+
+
+@pytest.mark.parametrize("way", STATES)
+async def test_states(autojump_clock, swarm_of, way):
+    """The only server of a stage gives a newcomer nonsense; it takes a copy, or that of another one."""
+    async with swarm_of(pipeline(2, 12), [0, 1, 1], seed=1) as swarm:
+        liar = lying_swarm(swarm, 1)
+        service = await served(swarm, liar)
+        honest = service._dumped
+
+        async def dumped():
+            return STATES[way](await honest())
+
+        service._dumped = dumped
+        newcomer = swarm.add(1)
+        swarm.start(newcomer)
+        with trio.fail_after(200):
+            await swarm.until(lambda: newcomer.saved is not None and newcomer.saved[1].step == 12)
+
+
+async def test_tied_gradients(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=2) as swarm:
+        liar = min(swarm.peers[1:], key=lambda peer: peer.id)  # who is asked first
+        service = await served(swarm, liar)
+        honest = service.keep_tied
+        service.keep_tied = lambda gradients: honest({step: {"a": torch.ones(1)} for step in gradients})
+        await ends(swarm, liar)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+async def test_gradients_that_are_not_finite(autojump_clock, swarm_of, place):
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=place) as swarm:
+        liar = swarm.peers[place]
+        service = await served(swarm, liar)
+        honest = service.server.contribution
+
+        def contribution():
+            one = honest()
+            return Contribution(one.ledger, torch.full_like(one.values, torch.nan), one.weight)
+
+        service.server.contribution = contribution
+        await ends(swarm, liar)
+
+
+@pytest.mark.parametrize("ledger", [{5000: 2}, {0: 1 << 40}, dict.fromkeys(range(6), 2), {-1: 2}])
+async def test_ledgers(autojump_clock, swarm_of, ledger):
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=1) as swarm:
+        liar = swarm.peers[1]
+        service = await served(swarm, liar)
+        honest = service.server.freeze
+
+        def freeze():
+            honest()
+            return ledger
+
+        service.server.freeze = freeze
+        await ends(swarm, liar)
