@@ -7,7 +7,6 @@ import torch
 import trio
 
 from optim.swarm.payloads import Packer, Payload
-from optim.swarm.server import Contribution
 from protocol.errors import RequestRefused
 from tests.sim.pipelines import pipeline
 
@@ -53,7 +52,7 @@ async def goes_on(swarm, liar, asked):
         before, count = max(made(peer) for peer in trainers), len(asked)
         await swarm.until(lambda: min(made(peer) for peer in trainers) >= before + 5)
     told = [event for peer in trainers for event in peer.of("distrusted")]
-    assert {event["peer"] for event in told} == {liar.id}
+    assert {event["peer"] for event in told} == {str(liar.id)}
     assert all(event["reason"] for event in told)
     assert len(asked) == count
 
@@ -65,20 +64,22 @@ async def ends(swarm, liar, steps=STEPS):
         await swarm.until(lambda: all(peer.saved is not None and peer.saved[1].step == steps for peer in others))
 
 
-def lying_swarm(swarm, place):
+def liar_of(swarm, place):
     liar = swarm.peers[place]
     liar.node = attrs.evolve(liar.node, trains=False)
     return liar
 
 
-@pytest.mark.parametrize("part", ["values", "losses"])
-@pytest.mark.parametrize("way", ANSWERS)
-@pytest.mark.parametrize("place", [1, 3, 5])
-async def test_answers(autojump_clock, swarm_of, place, way, part):
-    if part == "losses" and place != 5:
-        pytest.skip("only the last stage tells losses")
-    async with swarm_of(pipeline(3, 0), [0, 0, 1, 1, 2, 2], seed=place) as swarm:
-        liar = lying_swarm(swarm, place)
+@pytest.mark.parametrize(
+    ("place", "part", "way"),
+    [
+        *((1 + 2 * (number % 2), "values", way) for number, way in enumerate(ANSWERS)),
+        *((3, "losses", way) for way in ("not finite", "samples", "nothing")),
+    ],
+)
+async def test_answers(autojump_clock, swarm_of, place, part, way):
+    async with swarm_of(pipeline(2, 0), [0, 0, 1, 1], seed=place) as swarm:
+        liar = liar_of(swarm, place)
         service, asked = await served(swarm, liar), []
         honest = service.ask
 
@@ -92,8 +93,8 @@ async def test_answers(autojump_clock, swarm_of, place, way, part):
 
 
 async def test_refusals_of_what_makes_sense(autojump_clock, swarm_of):
-    async with swarm_of(pipeline(3, 0), [0, 0, 1, 1, 2, 2]) as swarm:
-        liar = lying_swarm(swarm, 3)
+    async with swarm_of(pipeline(3, 0), [0, 1, 1, 2]) as swarm:
+        liar = liar_of(swarm, 2)
         service, asked = await served(swarm, liar), []
 
         async def ask(request):
@@ -121,7 +122,7 @@ STATES = {
 async def test_states(autojump_clock, swarm_of, way):
     """The only server of a stage gives a newcomer nonsense; it takes a copy, or that of another one."""
     async with swarm_of(pipeline(2, 12), [0, 1, 1], seed=1) as swarm:
-        liar = lying_swarm(swarm, 1)
+        liar = liar_of(swarm, 1)
         service = await served(swarm, liar)
         honest = service._dumped
 
@@ -144,22 +145,7 @@ async def test_tied_gradients(autojump_clock, swarm_of):
         await ends(swarm, liar)
 
 
-@pytest.mark.parametrize("place", [1, 2])
-async def test_gradients_that_are_not_finite(autojump_clock, swarm_of, place):
-    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=place) as swarm:
-        liar = swarm.peers[place]
-        service = await served(swarm, liar)
-        honest = service.server.contribution
-
-        def contribution():
-            one = honest()
-            return Contribution(one.ledger, torch.full_like(one.values, torch.nan), one.weight)
-
-        service.server.contribution = contribution
-        await ends(swarm, liar)
-
-
-@pytest.mark.parametrize("ledger", [{5000: 2}, {0: 1 << 40}, dict.fromkeys(range(6), 2), {-1: 2}])
+@pytest.mark.parametrize("ledger", [{0: 1 << 40}, dict.fromkeys(range(6), 2)])
 async def test_ledgers(autojump_clock, swarm_of, ledger):
     async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=1) as swarm:
         liar = swarm.peers[1]
