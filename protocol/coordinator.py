@@ -385,6 +385,8 @@ class Coordinator:
             extension = times.attempt(load(kind.operation, total_length(fit, kind)), len(view.expected))
         elif times.patient and ("late" in answers or (self._peer in awaited and view.base is None)):
             extension = view.patience
+        if "asked" in answers and math.isfinite(times.late):  # it may have the result, and a window may be very short
+            extension = max(extension, times.stall)
         if awaited & view.regulars and self.closes is not None:
             pause = self.closes - times.window - view.since
             extension = max(extension, times.after(pause).window - times.window)

@@ -364,6 +364,7 @@ class Leadership:
             match answer:
                 case Noted():
                     coordinator.answered(peer, "noted")
+                    self.wake()
                 case Late():
                     coordinator.answered(peer, "late")
                     self.wake()

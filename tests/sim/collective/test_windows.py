@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import trio
@@ -161,3 +163,23 @@ async def test_all_have_to_have_the_same_window_for_a_tag(autojump_clock, swarm_
         await reduce(swarm.peers[0], 1.0)
         with pytest.raises(ValueError, match="another window"):
             await reduce(swarm.peers[0], 1.0, Window(quorum=3))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [2, 3])
+async def test_of_each_operation_there_is_one_result_though_nobody_waits(autojump_clock, swarm_of, seed, count):
+    """A window that is shorter than a message takes: who begins an operation has to hear first that it is over."""
+    window = Window(quorum=1, grace=0.001, keep=64)
+    async with swarm_of(count, seed=seed, latency=0.05) as swarm:
+        rng, plans = random.Random(seed), {}
+
+        async def life(peer):
+            for _ in range(12):
+                await trio.sleep(rng.choice([0.01, 0.1, 1.0]) * rng.random())
+                reduced = await reduce(peer, 1.0, window)
+                for one in (*reduced.missed, reduced):
+                    plans.setdefault(one.number, set()).add(one.plan.id)
+
+        await swarm.together(life)
+        assert {number: len(found) for number, found in plans.items() if len(found) > 1} == {}
+        await swarm.rest()
