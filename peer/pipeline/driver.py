@@ -219,7 +219,7 @@ class Driver:
             self._trust.doubt(peer, stage, str(error))
             raise
         except RequestRefused as error:
-            if error.code == "misfit":
+            if error.code == "misfit" and self._checks.vouches_for(request):
                 self._trust.doubt(peer, stage, f"it refuses what makes sense: {error}")
             raise
         return answer

@@ -131,6 +131,8 @@ class Sizes:
     """Of a sample."""
     width: int
     """Values of a token, between stages."""
+    exact: bool = True
+    """Whether activations have just that shape; else they have no more values for each sample."""
 
     def check(self, *shapes: Shape | None) -> None:
         """Refuses tensors that are announced, before memory is taken for them.

@@ -67,13 +67,20 @@ class Checks:
         samples, is_last = request.samples, stage == self.stages - 1
         values: tuple[int, ...] | None = (samples, self.sizes.tokens, self.sizes.width)
         losses: tuple[int, ...] | None = None
-        if request.kind == "forward" and is_last:
-            values = (samples,)
-        elif request.kind == "backward":
-            values = None if stage == 0 else values
+        if request.kind == "backward":
+            assert request.inputs is not None
+            values = None if stage == 0 else request.inputs.shape
             losses = (samples,) if is_last else None
+        elif is_last:
+            values = (samples,)
+        elif not self.sizes.exact and answer.values is not None and answer.values.samples == samples:
+            values = answer.values.shape
         _check_payload("values", answer.values, values)
         _check_payload("losses", answer.losses, losses)
+
+    def vouches_for(self, request: Request) -> bool:
+        """Whether all that a request brings is known to make sense, so that who refuses it is wrong."""
+        return self.sizes.exact or request.inputs is None or request.inputs.encoding == "tokens"
 
 
 def _check_payload(what: str, payload: Payload | None, shape: tuple[int, ...] | None) -> None:
