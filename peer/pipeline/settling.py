@@ -237,12 +237,12 @@ class StageSteps:
         attempt, kept = server.attempt, True
         missing: frozenset[int] = frozenset()
         try:
-            settlement, attempt = await self._agree(_Word(server.step, server.attempt, ledger))
+            settlement, attempt, group = await self._agree(_Word(server.step, server.attempt, ledger))
             kept, missing = self._crew.peer in settlement.ledgers, settlement.missing
             if not missing:
                 async with self._service.paused():  # with local steps, it makes the last one
                     contribution = await self._compute(server.contribution)
-                reduced = await self._reduce(contribution if kept else None, contribution)
+                reduced = await self._reduce(contribution if kept else None, contribution, group)
                 if _is_exact(reduced, settlement):
                     server.settled(reduced.mean)
                     if server.stage.tied:
@@ -261,25 +261,33 @@ class StageSteps:
         self._crew.announce(missing=tuple(sorted(missing)))
         self.tell()
 
-    async def _agree(self, word: _Word) -> tuple[Settlement, int]:
-        """Whose sums count, and how many settlements of the step will have failed if this one does.
+    async def _agree(self, word: _Word) -> tuple[Settlement, int, frozenset[PeerId] | None]:
+        """Whose sums count, how many settlements of the step will have failed if this one does, and who reduces.
+
+        All have the same words. If somebody's makes no sense, the others reduce among themselves (else None): its sum
+        could not be kept out otherwise.
 
         Raises:
             Behind: Somebody of our stage is at a later step.
             RoundAborted: Nothing came of it.
         """
         gathered = await self._collective.gather(_pack(word), tag="ledger")
-        words = {peer: heard for peer, block in gathered.blocks.items() if (heard := _unpack(block)) is not None}
+        total = self._plan.microbatches
+        words = {peer: heard for peer, block in gathered.blocks.items() if (heard := _unpack(block, total)) is not None}
         if any(heard.step > word.step and self._crew.is_credible(peer, heard.step) for peer, heard in words.items()):
             raise Behind
         here = {peer: heard for peer, heard in words.items() if heard.step == word.step}
         attempt = max((heard.attempt for heard in here.values()), default=word.attempt) + 1
+        if self._crew.peer not in here:
+            raise RoundAborted("what we have counted makes no sense")
         ledgers = {peer: heard.ledger for peer, heard in here.items()}
-        return settle(ledgers, self._plan.microbatches), attempt
+        group = None if words.keys() == gathered.blocks.keys() else frozenset(here)
+        return settle(ledgers, total), attempt, group
 
-    async def _reduce(self, ours: Contribution | None, like: Contribution) -> Reduced:
+    async def _reduce(self, ours: Contribution | None, like: Contribution, group: frozenset[PeerId] | None) -> Reduced:
         values = torch.zeros_like(like.values) if ours is None else ours.values
-        return await self._collective.all_reduce(values, 0.0 if ours is None else ours.weight, tag="gradient")
+        weight = 0.0 if ours is None else ours.weight
+        return await self._collective.all_reduce(values, weight, tag="gradient", group=group)
 
     def _all_settled(self) -> bool:
         if self._crew.furthest > self._server.step:  # else nobody could be there
@@ -356,8 +364,8 @@ def _pack(word: _Word) -> bytes:
     return packed
 
 
-def _unpack(block: memoryview) -> _Word | None:
-    """What a server of our stage says; None if it is nonsense."""
+def _unpack(block: memoryview, total: int) -> _Word | None:
+    """What a server of our stage says; None if it is nonsense, as of microbatches beyond the total."""
     try:
         step, attempt, entries = msgpack.unpackb(block, max_array_len=MOST_MICROBATCHES, strict_map_key=True)
         ledger = dict(entries)
@@ -366,5 +374,5 @@ def _unpack(block: memoryview) -> _Word | None:
     if isinstance(attempt, int) and attempt > MOST_ATTEMPTS:
         return None
     numbers = [step, attempt, *ledger, *ledger.values()]
-    sound = all(type(each) is int and 0 <= each < MOST for each in numbers)
+    sound = all(type(each) is int and 0 <= each < MOST for each in numbers) and max(ledger, default=0) < total
     return _Word(step, attempt, ledger) if sound else None

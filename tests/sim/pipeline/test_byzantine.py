@@ -145,7 +145,7 @@ async def test_tied_gradients(autojump_clock, swarm_of):
         await ends(swarm, liar)
 
 
-@pytest.mark.parametrize("ledger", [{0: 1 << 40}, dict.fromkeys(range(6), 2)])
+@pytest.mark.parametrize("ledger", [{5000: 2}, {-1: 2}, {0: 1 << 40}, dict.fromkeys(range(6), 2)])
 async def test_ledgers(autojump_clock, swarm_of, ledger):
     async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=1) as swarm:
         liar = swarm.peers[1]
