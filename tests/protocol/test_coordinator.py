@@ -162,10 +162,20 @@ def test_a_quorum_waits_for_its_own_grace_time_only():
     assert set(sent(table.wait(0.1), Propose)) == {US, A}
 
 
+def test_a_window_stays_open_until_all_have_said_that_the_round_is_not_over():
+    table = with_a_quorum(2)
+    table.ready(US, A)
+    table.poll()
+    assert sent(table.wait(3), Propose) == {}
+    table.core.answered(B, "noted")
+    assert set(sent(table.poll(), Propose)) == {US, A}
+
+
 def test_nobody_waits_for_a_quorum_beyond_the_grace_time():
     table = with_a_quorum(3)
     table.ready(US)
     table.poll()
+    table.core.answered(B, "noted")
     assert sent(table.wait(TIMES.grace - 1), Propose) == {}
     table.ready(A)
     assert sent(table.wait(0.9), Propose) == {}
@@ -173,6 +183,7 @@ def test_nobody_waits_for_a_quorum_beyond_the_grace_time():
     late = with_a_quorum(2)
     late.ready(US)
     late.poll()
+    late.core.answered(B, "noted")
     late.wait(TIMES.grace - 1)
     late.ready(A)  # with whom the quorum's own grace time would begin
     late.poll()

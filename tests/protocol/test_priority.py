@@ -48,5 +48,6 @@ async def test_a_request_does_not_wait_for_data_on_a_slow_line(start_endpoint, n
         await a.endpoint.request(b.peer, Echo("x"), Echo, timeout=600)
         longest = max(longest, trio.current_time() - began)
         await trio.sleep(0.5)
-    # The queue of the line, what is being handed over just now, and a round trip.
-    assert longest < 4 * QUEUE + (1 << 14) / RATE
+    # The queue of the line, and what is being handed over just now: a first write alone once was twice as much, and
+    # queues without bound held a minute of it.
+    assert longest < 4 * QUEUE + (1 << 17) / RATE
