@@ -158,6 +158,7 @@ def test_a_quorum_waits_for_its_own_grace_time_only():
     table.ready(A)
     table.poll()
     table.core.answered(B, "late")
+    table.core.answered(C, "noted")
     assert sent(table.wait(1.9), Propose) == {}
     assert set(sent(table.wait(0.1), Propose)) == {US, A}
 
@@ -168,6 +169,7 @@ def test_a_window_stays_open_until_all_have_said_that_the_round_is_not_over():
     table.poll()
     assert sent(table.wait(3), Propose) == {}
     table.core.answered(B, "noted")
+    table.core.answered(C, "noted")
     assert set(sent(table.poll(), Propose)) == {US, A}
 
 
@@ -176,6 +178,7 @@ def test_nobody_waits_for_a_quorum_beyond_the_grace_time():
     table.ready(US)
     table.poll()
     table.core.answered(B, "noted")
+    table.core.answered(C, "noted")
     assert sent(table.wait(TIMES.grace - 1), Propose) == {}
     table.ready(A)
     assert sent(table.wait(0.9), Propose) == {}
@@ -184,6 +187,7 @@ def test_nobody_waits_for_a_quorum_beyond_the_grace_time():
     late.ready(US)
     late.poll()
     late.core.answered(B, "noted")
+    late.core.answered(C, "noted")
     late.wait(TIMES.grace - 1)
     late.ready(A)  # with whom the quorum's own grace time would begin
     late.poll()
