@@ -48,6 +48,12 @@ class Handle(Generic[_T]):
         """Gives it up, unless it is over; the others go on without us."""
         self._in_trio(lambda: None if self._operation is None else self._operation.cancel())
 
+    def give_up(self) -> None:
+        """Cancels it, and waits a moment until nothing is left of it: another one of its tag may begin right away."""
+        if not self.done:
+            self.cancel()
+            self._done.wait(LOOK)
+
     def wait(self, timeout: float | None = None) -> _T:
         """The result, when it is there.
 
@@ -196,4 +202,4 @@ def _finished(handle: Handle[_T]) -> _T:
     try:
         return handle.wait()
     finally:
-        handle.cancel()  # in case that we were interrupted
+        handle.give_up()  # in case that we were interrupted
