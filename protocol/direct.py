@@ -38,7 +38,7 @@ SMALLEST_PIECE = 1 << 14
 
 _PIECES = 8  # of a block, if they are not too small: sums are under way while other contributions still come in
 
-_MORE = 8  # times as many, of blocks that are unequal
+_MORE = 32  # times as many, of blocks that are unequal: a sum leaves when its last values have come from a slow line
 
 _AT_ONCE = 1 << 18
 """Elements that are summed and encoded together: they stay in the cache meanwhile. Seeds depend on it."""
