@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 
@@ -26,8 +28,8 @@ from protocol.codecs import Codec, NotFinite, make_codec
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
-from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
-from protocol.salvage import Bounds
+from protocol.reduction import Reduction, Segment, pieces, placed_blocks
+from protocol.salvage import Bounds, nearest_holder
 from protocol.vectors import VectorPool, all_finite, vector_bytes
 
 LARGEST_PIECE = 1 << 20
@@ -46,6 +48,8 @@ _AT_ONCE = 1 << 18
 _MOST = torch.finfo(torch.float32).max
 
 _NOTHING = Segment(0, 0, False)
+
+_ByPlace: TypeAlias = dict[int, list[Segment]]
 
 _ONLY_SUMS = 1 << 32  # more than there are segments
 
@@ -90,8 +94,10 @@ class Direct(Reduction):
         self._encoded, self._piece = memoryview(encoded), min(piece, plan.length)
         blocks = _blocks(plan, piece)
         self._own = blocks[place]
-        outgoing = {sink: _segments(plan, blocks, place, sink, piece) for sink in others}
-        incoming = {source: _segments(plan, blocks, source, place, piece) for source in others}
+        given, brought = _salvaged(plan, place, piece)
+        gives = [share > 0 for share in self._shares]
+        outgoing = {sink: _segments(gives[place], blocks, place, sink, given[sink]) for sink in others}
+        incoming = {source: _segments(gives[source], blocks, source, place, brought[source]) for source in others}
         self._outgoing = {sink: segments for sink, segments in outgoing.items() if segments}
         self._incoming = {source: segments for source, segments in incoming.items() if segments}
         self.sinks, self.sources = tuple(self._outgoing), tuple(self._incoming)
@@ -227,34 +233,37 @@ class Direct(Reduction):
 
 def _blocks(plan: Plan, piece: int) -> list[list[Bounds]]:
     """Each member's own block, in pieces."""
-    free = tuple(free_parts(plan))
-    return [list(pieces(window(free, *bounds), piece)) for bounds in own_blocks(plan)]
+    return [list(pieces(block, piece)) for block in placed_blocks(plan)]
 
 
-def _segments(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> list[Segment]:
-    """What one member sends to another.
+def _segments(
+    gives: bool, blocks: list[list[Bounds]], source: int, sink: int, salvaged: list[Segment]
+) -> list[Segment]:
+    """What one member sends to another: its values of the other's block, the sums of its own, and what was salvaged.
 
     Whoever has got all knows that all others have begun: there is a sum among it, and their values are in that. So only
     those without values send to all, if need be nothing.
     """
-    return list(_sends(plan, blocks, source, sink, piece)) or ([] if plan.shares[source] else [_NOTHING])
+    values = [Segment(start, stop, True) for start, stop in blocks[sink]] if gives else []
+    segments = [*values, *(Segment(start, stop, False) for start, stop in blocks[source]), *salvaged]
+    return segments or ([] if gives else [_NOTHING])
 
 
-def _sends(plan: Plan, blocks: list[list[Bounds]], source: int, sink: int, piece: int) -> Iterator[Segment]:
-    """What one member sends to another: its values of the other's block, the sums of its own, and what was salvaged."""
+def _salvaged(plan: Plan, place: int, piece: int) -> tuple[_ByPlace, _ByPlace]:
+    """What was salvaged, and one member sends to others, and others send to it: each part comes from the left."""
     size = len(plan.members)
-    if plan.shares[source]:
-        for start, stop in blocks[sink]:
-            yield Segment(start, stop, True)
-    for start, stop in blocks[source]:
-        yield Segment(start, stop, False)
+    given, brought = defaultdict[int, list[Segment]](list), defaultdict[int, list[Segment]](list)
     for part in plan.salvaged:
-        if sink in part.holders:
+        bounds = pieces([(part.start, part.stop)], piece)
+        segments = [Segment(start, stop, False, part.source) for start, stop in bounds]
+        nearest = nearest_holder(part, place)
+        if nearest != place:
+            brought[nearest] += segments
             continue
-        nearest = min(part.holders, key=lambda holder: (sink - holder) % size)
-        if nearest == source:
-            for start, stop in pieces([(part.start, part.stop)], piece):
-                yield Segment(start, stop, False, part.source)
+        following = part.holders[(part.holders.index(place) + 1) % len(part.holders)]
+        for distance in range(1, (following - place) % size or size):
+            given[(place + distance) % size] += segments
+    return given, brought
 
 
 def _sum(
@@ -293,14 +302,14 @@ def reference_direct(
 ) -> None:
     """Computes what is not salvaged of `mean` as the members do, if none of them has left out anything so far."""
     codec, scratch = make_codec(plan.codec), torch.empty(min(plan.length, _AT_ONCE))
-    piece = piece_of(plan) if piece is None else piece
+    piece, shares = piece_of(plan) if piece is None else piece, plan.shares
     encoded: dict[int, memoryview] = {}
     for place, peer in enumerate(plan.members):
-        if plan.shares[place]:
+        if shares[place]:
             encoded[place] = memoryview(bytearray(codec.encoded_size(plan.length)))
             codec.encode(inputs[peer], encoded[place])
     for start, stop in (bounds for block in _blocks(plan, piece) for bounds in block):
         part = slice(codec.encoded_size(start), codec.encoded_size(stop))
         contributions = {place: data[part] for place, data in encoded.items()}
         sums = memoryview(bytearray(part.stop - part.start))
-        _sum(codec, plan.id, plan.shares, contributions, start, mean[start:stop], sums, scratch)
+        _sum(codec, plan.id, shares, contributions, start, mean[start:stop], sums, scratch)

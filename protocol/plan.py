@@ -135,6 +135,8 @@ def _check_salvaged(plan: Plan, _attribute: attrs.Attribute[tuple[Salvaged, ...]
             raise ValueError("salvaged parts consist of whole blocks of the codec")
         if part.source >= len(plan.sources) or not places.issuperset(part.holders):
             raise ValueError("a salvaged part has a source, and members that hold it")
+        if any(holder >= following for holder, following in itertools.pairwise(part.holders)):
+            raise ValueError("the holders of a salvaged part are in order, and each of them is there once")
         position = part.stop
     if plan.length and len(plan.members) > 1 and not plan.free:
         raise ValueError("several members reduce something: salvaged parts are not everything")

@@ -178,14 +178,20 @@ def free_parts(plan: Plan) -> Iterator[Bounds]:
         yield position, plan.length
 
 
-def window(spans: Iterable[Bounds], first: int, end: int) -> Iterator[Bounds]:
-    """Where the elements `first` to `end` are, of those in the spans."""
-    position = 0
-    for start, stop in spans:
-        low, high = max(first - position, 0), min(end - position, stop - start)
-        if low < high:
-            yield start + low, start + high
-        position += stop - start
+def placed_blocks(plan: Plan) -> list[list[Bounds]]:
+    """Where in the vector each member's own block is: between what is salvaged, in as many spans as that takes."""
+    spans, blocks = free_parts(plan), []
+    start = stop = 0
+    for first, end in own_blocks(plan):
+        block, left = list[Bounds](), end - first
+        while left:
+            if start == stop:
+                start, stop = next(spans)
+            step = min(left, stop - start)
+            block.append((start, start + step))
+            start, left = start + step, left - step
+        blocks.append(block)
+    return blocks
 
 
 def pieces(spans: Iterable[Bounds], piece: int) -> Iterator[Bounds]:

@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -30,7 +31,8 @@ from protocol.direct import reference_direct
 from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan
-from protocol.reduction import Reduction, Segment, free_parts, own_blocks, pieces, window
+from protocol.reduction import Reduction, Segment, pieces, placed_blocks
+from protocol.salvage import nearest_holder
 from protocol.vectors import VectorPool, add_scaled, all_finite, scale
 
 LARGEST_PIECE = 1 << 20
@@ -64,8 +66,8 @@ class Schedule:
         self._size = len(plan.members)
         self._salvaged = plan.salvaged
         self._piece = piece
-        free = tuple(free_parts(plan))
-        self._blocks = [tuple(pieces(window(free, *bounds), piece)) for bounds in own_blocks(plan)]
+        self._blocks = [tuple(pieces(block, piece)) for block in placed_blocks(plan)]
+        self._passing: dict[int, dict[int, list[Segment]]] = {}  # see `_passed_on`, by place
 
     @property
     def steps(self) -> int:
@@ -77,21 +79,23 @@ class Schedule:
         for start, stop in self._blocks[(place - step) % self._size]:
             yield Segment(start, stop, add)
         if not add:
-            yield from self._passed_on(place, step - (self._size - 1))
+            yield from self._passed_on(place).get(step - (self._size - 1), ())
 
     def receives(self, place: int, step: int) -> Iterator[Segment]:
         """What the member at `place` receives in one step: what its left neighbour sends."""
         return self.sends((place - 1) % self._size, step)
 
-    def _passed_on(self, place: int, distance: int) -> Iterator[Segment]:
-        """The salvaged parts whose next holder to the left is so far away (0: we), and which our neighbour lacks."""
-        for part in self._salvaged:
-            holders = frozenset(part.holders)
-            if (place - distance) % self._size not in holders or (place + 1) % self._size in holders:
-                continue
-            if all((place - nearer) % self._size not in holders for nearer in range(distance)):
-                for start, stop in pieces([(part.start, part.stop)], self._piece):
-                    yield Segment(start, stop, False, part.source)
+    def _passed_on(self, place: int) -> dict[int, list[Segment]]:
+        """The salvaged parts that our right neighbour lacks, by how far the next holder to the left is (0: we)."""
+        if place not in self._passing:
+            right, found = (place + 1) % self._size, defaultdict[int, list[Segment]](list)
+            for part in self._salvaged:
+                if nearest_holder(part, right) != right:
+                    distance = (place - nearest_holder(part, place)) % self._size
+                    bounds = pieces([(part.start, part.stop)], self._piece)
+                    found[distance] += [Segment(start, stop, False, part.source) for start, stop in bounds]
+            self._passing[place] = found
+        return self._passing[place]
 
 
 class Ring(Reduction):
@@ -228,9 +232,8 @@ def _reference_ring(plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: tor
     scaled = [torch.empty(plan.length, dtype=torch.float32) for _ in plan.members]
     for peer, share, out in zip(plan.members, plan.shares, scaled, strict=True):
         scale(inputs[peer], share, out=out)
-    free = tuple(free_parts(plan))
-    for index, bounds in enumerate(own_blocks(plan)):
-        for start, stop in window(free, *bounds):
+    for index, block in enumerate(placed_blocks(plan)):
+        for start, stop in block:
             mean[start:stop] = scaled[index][start:stop]
             for step in range(1, size):
                 mean[start:stop] += scaled[(index + step) % size][start:stop]

@@ -252,8 +252,6 @@ class Rounds:
         """
         if values.dim() != 1 or values.dtype != torch.float32 or values.device.type != "cpu" or not len(values):
             raise ValueError("values are a non-empty vector of fp32 numbers on the CPU")
-        if not 0 <= weight <= MAX_WEIGHT:
-            raise ValueError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight}")
         offer = self._offer("reduce", revision, len(values), weight, digest, terms)
         try:
             encoded = await self._contributor.encode(values, part)
@@ -336,6 +334,8 @@ class Rounds:
             raise ValueError(f"revisions are made from 1 on, not {revision}")
         if len(digest) != len(NO_DIGEST):
             raise ValueError("a digest has 32 bytes")
+        if not 0 <= weight <= self._max_weight:
+            raise ValueError(f"a weight is a number from 0 to {self._max_weight:g} here, not {weight}")
         if self._branch.tip is None or self._branch.tip < revision - 1:
             self.committed(revision - 1, digest)
         if self.finished >= revision:

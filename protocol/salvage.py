@@ -11,6 +11,7 @@ complete the plan unless all of its members have accepted it, which `protocol.ba
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeAlias
@@ -48,6 +49,11 @@ class Holding:
 
     source: Source
     spans: Annotated[tuple[Span, ...], Meta(max_length=MAX_SPANS)]
+
+
+def nearest_holder(part: Salvaged, place: int) -> int:
+    """The member that holds a part and is nearest to the left of a place, or at it."""
+    return part.holders[bisect_right(part.holders, place) - 1]  # before the first one comes the last one
 
 
 def merged(bounds: Iterable[Bounds]) -> tuple[Span, ...]:
