@@ -113,6 +113,20 @@ async def test_values_that_cannot_be_averaged(autojump_clock, swarm_of, values):
             await swarm.peers[0].collective.all_reduce(values)
 
 
+@pytest.mark.parametrize("weight", [-1, -1e-9, math.nan, math.inf, 2e15])
+@pytest.mark.parametrize("operation", ["all_reduce", "exchange"])
+async def test_weights_that_are_none(autojump_clock, swarm_of, operation, weight):
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        for tag in ("", "in use"):
+            if tag:
+                await swarm.together(lambda peer: getattr(peer.collective, operation)(torch.ones(3), tag="in use"))
+            with pytest.raises(ValueError, match=r"a weight is a number from 0 to 1e\+15 here, not "):
+                await getattr(one.collective, operation)(torch.ones(3), weight, tag=tag)
+            outcomes = await swarm.together(lambda peer: getattr(peer.collective, operation)(torch.ones(3), tag=tag))
+            assert {len(outcome.members) for outcome in outcomes.values()} == {2}
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
 async def test_exchange_swaps_within_pairs(autojump_clock, swarm_of, count):
     async with swarm_of(count) as swarm:
