@@ -27,7 +27,7 @@ class Attempt(Protocol):
 
     plan: Plan
     settled: trio.Event
-    """Set when the result is complete, or the attempt has failed."""
+    """Set when the result is complete, or the attempt has failed or was aborted."""
     failure: Failure | None
     bytes_received: int
 

@@ -88,6 +88,7 @@ class GatherTransfer:
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
         self._scope.cancel()
+        self.settled.set()
 
     def holdings(self) -> tuple[Holding, ...]:
         """Nothing: blocks are not salvaged."""

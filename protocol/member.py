@@ -19,7 +19,7 @@ from protocol.attempt import Attempt
 from protocol.ballots import Acceptor, Offer, Refusal
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind, Fork, PeerGone, RequestTimeout, RoundAborted, ShoalError
+from protocol.errors import Behind, Fork, PeerGone, ProtocolError, RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.kinds import Brought
 from protocol.plan import Ballot, Plan
@@ -47,6 +47,10 @@ from protocol.wire import Message
 
 _Said: TypeAlias = Queued | Propose | Halt | CallOff | Redirect | Ahead | Forked | Misfits
 _SAID = (Queued, Propose, Halt, CallOff, Redirect, Ahead, Forked, Misfits)
+
+
+_PLANS = 16
+"""Plans of one coordinator that a member follows, and two more for each peer that may be lost meanwhile."""
 
 
 class Redirected(ShoalError):
@@ -155,6 +159,7 @@ class Member:
         self._transfer: Attempt | None = None
         self._reduced: Reduced | None = None
         self._error: ShoalError | None = None
+        self._plans = 0
         self._sending = trio.Lock()
 
     async def run(self) -> Reduced:
@@ -237,6 +242,11 @@ class Member:
         if refusal is not None:
             await self._send(Rejected(plan.ballot, refusal.ballot, refusal.reason))
             return
+        self._plans += 1
+        if self._plans > _PLANS + 2 * self._size:
+            raise ProtocolError(
+                f"{self._line.peer.short} has made {self._plans} plans for one round, and none came to an end"
+            )
         self._drop("another attempt")
         self._work.attempts += 1
         self._work.followed.add(plan.id)

@@ -182,14 +182,14 @@ class Transfer:
     ) -> None:
         self.plan = plan
         self.settled = trio.Event()
-        """Set when the result is complete, or the transfer has failed."""
+        """Set when the result is complete, or the transfer has failed or was aborted."""
         self.failure: Failure | None = None
         self.bytes_received = 0
         self._bytes_sent = 0
         self._values, self._encoded = values, encoded
         self._endpoint, self._inbox, self._times, self._memory = endpoint, inbox, times, memory
         self._place = plan.members.index(endpoint.peer_id)
-        self._previous = previous
+        self._previous = None if previous is None else previous._last_to_begin
         self._pace, self._ask = pace, ask
         self._ring: Reduction | None = None
         self._watch: Watch | None = None
@@ -241,8 +241,15 @@ class Transfer:
     def abort(self) -> None:
         """Ends the transfer; its streams are reset."""
         self._scope.cancel()
+        self.settled.set()
         if not self._begun:
             self._ended.set()
+
+    @property
+    def _last_to_begin(self) -> Transfer:
+        """The attempt that holds what is left of this one and those before it: of any number that were aborted at once,
+        none is kept."""
+        return self if self._previous is None else self._previous
 
     async def ended(self) -> Reduction | None:
         """Waits until nothing is sent or received any more; returns the ring, or that of the attempt before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import attrs
 import pytest
@@ -14,7 +15,7 @@ from protocol.attempt import Failure
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind, RequestTimeout
+from protocol.errors import Behind, ProtocolError, RequestTimeout
 from protocol.identity import PeerId
 from protocol.member import Member, Work
 from protocol.plan import Ballot, Plan
@@ -47,6 +48,7 @@ class Attempt:
 
     def abort(self) -> None:
         self.aborted = True
+        self.settled.set()
 
     def holdings(self):
         return ()
@@ -58,6 +60,8 @@ class Stage:
 
     coordinator: object
     attempt: Attempt
+    begun: list[Attempt]
+    """Those that came after it."""
     kept: list[Reduced]
     fetching: trio.Event
     fetched: trio.Event
@@ -120,14 +124,14 @@ async def stage(nursery):
     )
 
     async def run():
-        with contextlib.suppress(Behind, RequestTimeout):
+        with contextlib.suppress(Behind, RequestTimeout, ProtocolError):
             await member.run()
         done.set()
 
     nursery.start_soon(run)
     await theirs.send(Propose(PLAN))
     assert await theirs.receive(Accepted) == Accepted(PLAN.ballot)
-    return Stage(theirs, attempts[0], kept, fetching, fetched, done, results)
+    return Stage(theirs, attempts.pop(), attempts, kept, fetching, fetched, done, results)
 
 
 CALLED_OFF = CallOff(Ballot(4, 0, COORDINATOR), HOLDER)
@@ -234,3 +238,19 @@ async def test_a_quorum_is_not_waited_for_without_end(autojump_clock, nursery, p
         await member.run()
     most = 2 * (times.window + 2 * times.attempt(8, 2))
     assert times.window < trio.current_time() < most + times.stall
+
+
+async def test_plans_without_end_are_not_followed_and_those_that_were_are_forgotten(stage, autojump_clock):
+    followed = [weakref.ref(stage.attempt)]
+    stage.attempt = None
+    for attempt in range(PLAN.attempt + 1, PLAN.attempt + 100):
+        plan = attrs.evolve(PLAN, attempt=attempt)
+        await stage.coordinator.send(Propose(plan))
+        await trio.testing.wait_all_tasks_blocked()
+        if stage.done.is_set():
+            break
+        assert await stage.coordinator.receive(Accepted) == Accepted(plan.ballot)
+        followed.append(weakref.ref(stage.begun.pop()))
+    assert stage.done.is_set()
+    assert 2 < len(followed) < 50
+    assert not [one for one in followed[:-1] if one() is not None]
