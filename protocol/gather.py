@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from protocol.plan import Plan
+from protocol.vectors import room_for
 
 PIECE = 1 << 16
 """Bytes that are received and forwarded together, on whatever link within the time that counts as stuck."""
@@ -40,12 +41,15 @@ class Gather:
         place: Our place in it.
         block: Our block.
         piece: Most bytes of a piece.
+
+    Raises:
+        Overloaded: There is no memory for all blocks.
     """
 
     def __init__(self, plan: Plan, place: int, block: torch.Tensor, *, piece: int = PIECE) -> None:
         size = len(plan.members)
         self._bounds = bounds(plan)
-        self.values = torch.empty(sum(plan.sizes), dtype=torch.uint8)
+        self.values = room_for(sum(plan.sizes))
         """All blocks one after the other, once `complete`."""
         start, stop = self._bounds[place]
         self.values[start:stop] = block

@@ -19,7 +19,7 @@ from protocol.attempt import Attempt
 from protocol.ballots import Acceptor, Offer, Refusal
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind, Fork, PeerGone, ProtocolError, RequestTimeout, RoundAborted, ShoalError
+from protocol.errors import Behind, Fork, Overloaded, PeerGone, ProtocolError, RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.kinds import Brought
 from protocol.plan import Ballot, Plan
@@ -125,7 +125,8 @@ class Member:
         work: Our contribution.
         acceptor: Our ballots for the round, kept over all coordinators.
         check: Says what is wrong with the signatures of a plan, or None.
-        begin: Makes a transfer for a plan and starts it, in a task that outlives this object.
+        begin: Makes a transfer for a plan and starts it, in a task that outlives this object. Raises Overloaded if
+            there is no memory for it.
         fetch: Fetches the result of the round from a peer; None if that peer cannot give it.
         keep: Told of the result as soon as it is complete.
         report: Told of attempts that began (no reason) and failed (with a reason).
@@ -250,8 +251,13 @@ class Member:
         self._drop("another attempt")
         self._work.attempts += 1
         self._work.followed.add(plan.id)
+        try:
+            self._transfer = self._begin(plan)
+        except Overloaded as error:
+            self._acceptor.renounce(plan.ballot)
+            await self._send(Rejected(plan.ballot, plan.ballot, str(error)))
+            return
         self._report(plan, None)
-        self._transfer = self._begin(plan)
         # So long the coordinator may work on it, and on collecting members anew if it fails.
         times = self._times
         limit = times.attempt(plan.load, len(plan.members)) + times.stall + times.settle

@@ -150,6 +150,8 @@ def _check_sizes(plan: Plan, _attribute: attrs.Attribute[tuple[int, ...]], sizes
             raise ValueError("only a gather has sizes")
     elif len(sizes) != len(plan.members) or sum(sizes) != plan.length:
         raise ValueError("a gather has one size for each member, and they add up to its length")
+    elif any(size and not weight for size, weight in zip(sizes, plan.weights, strict=True)):
+        raise ValueError("the block of whoever has weight 0 has size 0")
 
 
 def _usual_schedule(plan: Plan) -> Schedule:

@@ -17,7 +17,7 @@ from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.round_messages import FetchResult, Result
 from protocol.transfer import READ
-from protocol.vectors import vector_bytes
+from protocol.vectors import room_for, vector_bytes
 
 
 class Results:
@@ -106,7 +106,7 @@ class Results:
                 self._check(plan, peer, revision, base)
                 if (problem := await misfit(plan)) is not None:
                     raise ProtocolError(f"{peer.short} sent a result that does not fit: {problem}")
-                result = torch.empty(plan.nbytes, dtype=torch.uint8)
+                result = room_for(plan.nbytes)
                 if plan.operation != "gather":
                     result = result.view(torch.float32)
                 data = vector_bytes(result)

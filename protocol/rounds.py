@@ -85,7 +85,7 @@ class Rounds:
         tag: Tells concurrent collectives of one run apart.
         max_weight: The most that one peer's values may count.
         max_block: The most bytes that one peer's block may have in a gather.
-        max_members: The most peers that contribute to one round.
+        max_members: The most peers that take part in one round.
         admits: Whether a peer may contribute at all.
         courtesy: Told when an attempt is going on, so that others can let it go first.
         codec: How values look on the wire. Lossy ones keep what they leave out for the next round.

@@ -24,7 +24,7 @@ class Signatures:
 
     Args:
         identity: Who we are.
-        max_members: The most peers that contribute to one round.
+        max_members: The most peers that take part in one round.
         admits: Whether a peer may contribute at all.
     """
 
@@ -60,7 +60,9 @@ class Signatures:
     async def problem_of(self, plan: Plan) -> str | None:
         """What is wrong with the contributions to a plan; None if nothing is."""
         contributors = plan.contributors
-        if not len(plan.signatures) == len(contributors) <= self._max_members:
+        if len(plan.members) > self._max_members:
+            return f"{len(plan.members)} members; in this run {self._max_members} is the most"
+        if len(plan.signatures) != len(contributors):
             return f"{len(contributors)} contributors and {len(plan.signatures)} signatures"
         for count, (peer, signed) in enumerate(zip(contributors, plan.contributions, strict=True), 1):
             if (problem := self._check(peer, plan.revision, plan.base, signed)) is not None:

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from protocol.errors import Overloaded
+
 Array = npt.NDArray[np.float32]
 
 _SMALLEST = 1 << 22  # bytes of which it is worth while: two huge pages
@@ -54,6 +56,18 @@ def _new_memory(size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def room_for(size: int) -> torch.Tensor:
+    """A 1-D uint8 CPU tensor of that many bytes, with any contents.
+
+    Raises:
+        Overloaded: There is no memory for them.
+    """
+    try:
+        return torch.empty(size, dtype=torch.uint8)
+    except (RuntimeError, MemoryError):
+        raise Overloaded(f"this machine has no memory for {size / 1e6:.0f} MB of others' data") from None
 
 
 def vector_bytes(values: torch.Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from protocol.attempt import Failure
 from protocol.ballots import Acceptor, Offer
 from protocol.collective import Reduced
 from protocol.coordinator import RoundTimes
-from protocol.errors import Behind, ProtocolError, RequestTimeout
+from protocol.errors import Behind, Overloaded, ProtocolError, RequestTimeout
 from protocol.identity import PeerId
 from protocol.member import Member, Work
 from protocol.plan import Ballot, Plan
@@ -33,6 +33,10 @@ PLAN = Plan(
     weights=(1.0, 1.0),
     length=4,
 )
+
+
+TOO_LARGE = 77
+"""An attempt that there is no memory for."""
 
 
 class Attempt:
@@ -96,6 +100,8 @@ async def stage(nursery):
         return None
 
     def begin(plan):
+        if plan.attempt == TOO_LARGE:
+            raise Overloaded("no memory")
         attempts.append(Attempt(plan))
         return attempts[-1]
 
@@ -254,3 +260,12 @@ async def test_plans_without_end_are_not_followed_and_those_that_were_are_forgot
     assert stage.done.is_set()
     assert 2 < len(followed) < 50
     assert not [one for one in followed[:-1] if one() is not None]
+
+
+async def test_a_plan_that_there_is_no_memory_for_is_refused_and_the_next_one_followed(stage, autojump_clock):
+    too_large = attrs.evolve(PLAN, attempt=TOO_LARGE)
+    await stage.coordinator.send(Propose(too_large))
+    assert await stage.coordinator.receive(Rejected) == Rejected(too_large.ballot, too_large.ballot, "no memory")
+    following = attrs.evolve(PLAN, attempt=TOO_LARGE + 1)
+    await stage.coordinator.send(Propose(following))
+    assert await stage.coordinator.receive(Accepted) == Accepted(following.ballot)

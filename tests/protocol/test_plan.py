@@ -67,6 +67,7 @@ def test_id_depends_on_the_sizes_of_a_gather():
         {"operation": "exchange", "sizes": (5, 5)},
         {"operation": "gather", "sizes": (10,)},
         {"operation": "gather", "sizes": (5, 6)},
+        {"operation": "gather", "sizes": (5, 5), "weights": (1.0, 0.0)},
     ],
 )
 def test_impossible_sizes_are_refused(changes):

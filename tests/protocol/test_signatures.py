@@ -85,8 +85,8 @@ async def test_a_plan_that_its_coordinator_has_embellished(changes, problem):
     assert problem in await Signatures(CAROL, RUN, "").problem_of(plan(**changes))
 
 
-async def test_more_contributors_than_a_round_can_have():
-    assert "2 contributors" in await Signatures(CAROL, RUN, "", max_members=1).problem_of(plan())
+async def test_more_members_than_a_round_can_have():
+    assert "3 members" in await Signatures(CAROL, RUN, "", max_members=1).problem_of(plan())
 
 
 async def test_a_signature_is_checked_once_for_all_attempts(monkeypatch):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.vectors import VectorPool, add_scaled, all_finite, scale, vector_bytes
+from protocol.errors import Overloaded
+from protocol.vectors import VectorPool, add_scaled, all_finite, room_for, scale, vector_bytes
 
 LONG = 1 << 21  # elements
 
@@ -71,3 +72,9 @@ def test_what_is_added_is_what_scaling_gives(share):
     expected += total
     add_scaled(total.numpy(), values.numpy(), share, np.empty(10_007, dtype=np.float32))
     assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
+
+
+def test_what_there_is_no_memory_for_is_refused():
+    assert len(room_for(5)) == 5
+    with pytest.raises(Overloaded, match="no memory"):
+        room_for(1 << 50)
