@@ -7,6 +7,7 @@ and lets a member that takes it for the coordinator wait a little.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -30,7 +31,7 @@ from protocol.rounds import Rounds
 from protocol.wire import Message
 
 MAX_CHANNELS = 64
-"""Tags and groups in use at a time. Each keeps the results of its last operations."""
+"""Tags and groups in use at a time. Each keeps the results of its last operations until another needs its place."""
 
 MAX_WAITING = 64
 """Members of others that wait at a time for us to begin to use a tag."""
@@ -93,6 +94,35 @@ class Queue:
         if self._turns:
             self._turns[0].set()
 
+    def __bool__(self) -> bool:
+        """Whether anything waits, or has its turn."""
+        return bool(self._turns)
+
+
+@attrs.define(eq=False)
+class _Channel:
+    """One tag and group in use."""
+
+    rounds: Rounds
+    window: Window | None
+    used: float = -math.inf
+    """When an operation began last, on trio's clock."""
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    _over: trio.Event = attrs.field(factory=trio.Event)
+
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Serves others until `end`."""
+        try:
+            with self._scope:
+                await self.rounds.run(task_status=task_status)
+        finally:
+            self._over.set()
+
+    async def end(self) -> None:
+        """Ends what `run` does, and waits until it has."""
+        self._scope.cancel()
+        await self._over.wait()
+
 
 class Channels:
     """All tags and groups of one run at one peer. `run` owns their tasks."""
@@ -101,8 +131,7 @@ class Channels:
         self._endpoint, self._run, self._roster, self._settings = endpoint, run_id, roster, settings
         self._courtesy = settings.courtesy or Courtesy(lambda: endpoint.bytes_sent)
         self._meter = Meter(endpoint)
-        self._channels: dict[str, Rounds] = {}
-        self._windows: dict[str, Window | None] = {}
+        self._channels: dict[str, _Channel] = {}
         self._queues: dict[str, Queue] = {}
         self._opened = trio.Event()
         self._opening = trio.Lock()
@@ -134,13 +163,16 @@ class Channels:
         Raises:
             ValueError: The tag is too long, or we are not in the group.
         """
-        return self._queues.setdefault(self._name(tag, group), Queue())
+        name = self._name(tag, group)
+        if name not in self._queues:
+            self._queues = {other: queue for other, queue in self._queues.items() if queue}
+        return self._queues.setdefault(name, Queue())
 
     async def get(self, tag: str, group: Collection[PeerId] | None, window: Window | None = None) -> Rounds:
-        """The rounds of a tag and group, which begin if need be.
+        """The rounds of a tag and group, which begin if need be, in the place of those that were not used for longest.
 
         Raises:
-            Overloaded: There are too many of them.
+            Overloaded: Too many are in use at this moment.
             ValueError: They have another window.
         """
         assert self.nursery is not None, "the collective must be running"
@@ -148,17 +180,33 @@ class Channels:
         async with self._opening:
             if name not in self._channels:
                 if len(self._channels) >= MAX_CHANNELS:
-                    raise Overloaded(f"more than {MAX_CHANNELS} tags and groups are in use")
+                    await self._make_room()
                 roster = self._roster if group is None else _Group(self._roster, frozenset(group))
                 self._channels[name] = await self._open(name, roster, window, self.nursery)
-                self._windows[name] = window
                 self._opened.set()
                 self._opened = trio.Event()
-            if self._windows[name] != window:
-                raise ValueError(f"the operations of tag {tag!r} have another window: {self._windows[name]}")
-            return self._channels[name]
+            channel = self._channels[name]
+            if channel.window != window:
+                raise ValueError(f"the operations of tag {tag!r} have another window: {channel.window}")
+            channel.used = trio.current_time()
+            return channel.rounds
 
-    async def _open(self, name: str, roster: Roster, window: Window | None, nursery: trio.Nursery) -> Rounds:
+    async def _make_room(self) -> None:
+        """Ends the channel that was not used for longest. Who uses it again then is a newcomer there.
+
+        One with a window stays: of what it missed, a newcomer would have to know the result.
+        """
+        idle = [
+            name
+            for name, channel in self._channels.items()
+            if channel.window is None and not self._queues.get(name) and not channel.rounds.statistics().busy
+        ]
+        if not idle:
+            raise Overloaded(f"more than {MAX_CHANNELS} tags and groups are in use")
+        longest = min(idle, key=lambda name: self._channels[name].used)
+        await self._channels.pop(longest).end()
+
+    async def _open(self, name: str, roster: Roster, window: Window | None, nursery: trio.Nursery) -> _Channel:
         settings = self._settings
         rounds = Rounds(
             self._endpoint,
@@ -175,13 +223,14 @@ class Channels:
             meter=self._meter,
         )
         rounds.committed(0, NO_DIGEST)
-        await nursery.start(rounds.run)
-        return rounds
+        channel = _Channel(rounds, window)
+        await nursery.start(channel.run)
+        return channel
 
     @property
     def busy(self) -> bool:
         """Whether anything is going on, at whatever tag."""
-        return bool(self._waiting) or any(rounds.statistics().busy for rounds in self._channels.values())
+        return bool(self._waiting) or any(one.rounds.statistics().busy for one in self._channels.values())
 
     def _name(self, tag: str, group: Collection[PeerId] | None) -> str:
         if not isinstance(tag, str) or len(tag) > MAX_TAG or "@" in tag:
@@ -207,7 +256,7 @@ class Channels:
             self._waiting -= 1
         if request.tag not in self._channels:
             return await _refuse(request, stream)
-        return await self._channels[request.tag].handlers[Ready](request, stream)
+        return await self._channels[request.tag].rounds.handlers[Ready](request, stream)
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message | None:
         if not self._roster.knows(stream.peer):

@@ -68,8 +68,8 @@ class Calls:
         opened = channels._open
 
         async def observed(*arguments):
-            rounds = await opened(*arguments)
-            begin = rounds._begin
+            channel = await opened(*arguments)
+            rounds, begin = channel.rounds, channel.rounds._begin
 
             def begun(plan, work):
                 self.plans[plan.id] = plan
@@ -77,7 +77,7 @@ class Calls:
                 return begin(plan, work)
 
             rounds._begin = begun
-            return rounds
+            return channel
 
         channels._open = observed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import pytest
 import trio
@@ -33,7 +33,7 @@ class Peer(SimulatedPeer):
             codec=swarm.codecs.get(number, swarm.codec),
             report=self.events.append,
             fixed=swarm.fixed,
-            max_weight=swarm.max_weight,
+            max_weight=MAX_WEIGHT if number in swarm.limitless else swarm.max_weight,
             max_block=1 << 24,
             courtesy=self.courtesy,
         )
@@ -55,9 +55,10 @@ class Swarm(SimulatedSwarm[Peer]):
         codecs: Mapping[int, CodecName] | None = None,
         fixed: bool = False,
         max_weight: float = MAX_WEIGHT,
+        limitless: Collection[int] = (),
         **options,
     ) -> None:
-        self.limits, self.codec, self.max_weight = limits, codec, max_weight
+        self.limits, self.codec, self.max_weight, self.limitless = limits, codec, max_weight, limitless
         self.codecs, self.fixed = codecs or {}, fixed
         super().__init__(count, run_id=RUN, **options)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import trio
 
+from protocol.channels import MAX_CHANNELS
 from protocol.collective import Window
-from protocol.errors import ProtocolError, RequestTimeout, RoundAborted
+from protocol.errors import Overloaded, ProtocolError, RequestTimeout, RoundAborted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -279,3 +280,38 @@ async def test_senseless_tags_and_groups(autojump_clock, swarm_of):
                 await one.collective.barrier(tag=tag)
         with pytest.raises(ValueError, match="block"):
             await one.collective.gather(bytes((1 << 24) + 1))
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["at both", "at one"])
+async def test_any_number_of_tags_one_after_the_other(autojump_clock, swarm_of, together):
+    async with swarm_of(2) as swarm:
+        one, _ = swarm.peers
+
+        async def agree(tag: str, number: int) -> None:
+            outcomes = await swarm.together(lambda peer: peer.collective.gather(b"%d" % peer.number, tag=tag))
+            assert {len(gathered.blocks) for gathered in outcomes.values()} == {2}
+            assert {gathered.number for gathered in outcomes.values()} == {number}
+
+        await agree("first", 1)
+        for number in range(MAX_CHANNELS + 3):
+            if together:
+                await agree(f"{number}", 1)
+            else:
+                await one.collective.barrier(tag=f"{number}", group=[one.id])
+        await agree("first", 1 if together else 2)
+
+
+async def test_more_tags_at_once_than_there_may_be(autojump_clock, swarm_of):
+    async with swarm_of(1) as swarm:
+        collective, refused = swarm.peers[0].collective, []
+
+        async def begin(number: int) -> None:
+            try:
+                await collective.all_reduce(torch.ones(1), tag=f"{number}", window=Window())
+            except Overloaded as error:
+                refused.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(MAX_CHANNELS + 3):
+                nursery.start_soon(begin, number)
+        assert len(refused) == 3

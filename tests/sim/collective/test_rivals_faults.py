@@ -66,7 +66,7 @@ async def test_vectors_of_different_lengths_are_not_mixed(autojump_clock, swarm_
 
 
 async def test_a_weight_beyond_the_limit_does_not_count(autojump_clock, swarm_of):
-    async with swarm_of(3, max_weight=10.0) as swarm:
+    async with swarm_of(3, max_weight=10.0, limitless=[1]) as swarm:
         heavy = swarm.peers[1]
         with trio.move_on_after(60):
             outcomes = {}
