@@ -50,7 +50,7 @@ from protocol.channels import ChannelSettings
 from protocol.codecs import NAMES, CodecName
 from protocol.courtesy import Courtesy
 from protocol.endpoint import Endpoint, Limits
-from protocol.errors import PeerGone, PeerUnreachable, RequestRefused, RoundAborted, SettingsError, ShoalError
+from protocol.errors import PeerUnreachable, RequestRefused, RoundAborted, SettingsError, ShoalError
 from protocol.identity import PeerId
 from protocol.mesh import Known, Mesh
 from protocol.operations import AsyncCollective
@@ -344,7 +344,7 @@ async def _search(run: _Run, dht: DHT, mesh: Mesh, rng: random.Random) -> None:
     while True:
         try:
             records = await dht.get(members_key(run.id))
-        except (PeerGone, ShoalError):
+        except ShoalError:
             records = {}
         strangers = sorted(records.keys() - set(mesh.members))
         for peer in rng.sample(strangers, min(len(strangers), STRANGERS)):

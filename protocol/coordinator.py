@@ -25,7 +25,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from protocol.candidates import Candidate, brought, kind_of, most_common, total_length
-from protocol.codecs import block_of, make_codec
+from protocol.codecs import block_of, encoded_size
 from protocol.collective import Window
 from protocol.identity import PeerId
 from protocol.kinds import Brought, Kind, agreed
@@ -478,7 +478,7 @@ class Coordinator:
         """
         members = coordinators(self._run, 0, fit, tag=self._tag)
         lines = lines_of(members, {peer: fit[peer].rates for peer in members})
-        nbytes = make_codec(kind.codec).encoded_size(length) if kind.operation == "reduce" else length / 2
+        nbytes = encoded_size(kind.codec, length) if kind.operation == "reduce" else length / 2
         return lines.reordered(ring_order(lines, nbytes))
 
     def _release(self, previous: Plan | None, fit: Collection[PeerId]) -> None:

@@ -30,7 +30,7 @@ from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.reduction import Reduction, Segment, pieces, placed_blocks
 from protocol.salvage import Bounds, nearest_holder
-from protocol.vectors import VectorPool, all_finite, vector_bytes
+from protocol.vectors import VectorPool, all_finite, cut, vector_bytes
 
 LARGEST_PIECE = 1 << 20
 """Elements of a segment, at most. Each takes some 300 calls on both sides together, whatever it holds."""
@@ -44,8 +44,6 @@ _MORE = 32  # times as many, of blocks that are unequal: a sum leaves when its l
 
 _AT_ONCE = 1 << 18
 """Elements that are summed and encoded together: they stay in the cache meanwhile. Seeds depend on it."""
-
-_MOST = torch.finfo(torch.float32).max
 
 _NOTHING = Segment(0, 0, False)
 
@@ -157,6 +155,11 @@ class Direct(Reduction):
             self._spare.append(memoryview(bytearray(self._codec.encoded_size(self._piece))))
         arriving = self._arriving[source] = self._spare.pop()
         return arriving[: self._codec.encoded_size(segment.stop - segment.start)]
+
+    def release(self) -> None:
+        self._encoded = self._unused = memoryview(b"")
+        for waiting in (self._arriving, self._contributions, self._spare, self._sums):
+            waiting.clear()
 
     def slowest(self, source: int) -> int:
         if self._next[source] >= self._brought[source]:
@@ -293,8 +296,8 @@ def _sum(
         seed = int.from_bytes(hashlib.sha256(plan_id + struct.pack(">Q", start + first)).digest()[:16])
         try:
             codec.encode(total, sums[part], seed=seed, meaning=meaning)
-        except NotFinite:  # finite values at the end of the range, of which shares that were rounded up make too much
-            codec.encode(total.clamp_(-_MOST, _MOST), sums[part], seed=seed, meaning=meaning)
+        except NotFinite:
+            codec.encode(cut(total), sums[part], seed=seed, meaning=meaning)
 
 
 def reference_direct(

@@ -29,7 +29,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codecs import block_of, make_codec
+from protocol.codecs import block_of, encoded_size
 from protocol.identity import PeerId
 from protocol.plan import SMALL, Plan, largest_part
 from protocol.rates import UNKNOWN, Rates
@@ -233,7 +233,7 @@ def scheduled(plan: Plan, lines: Lines) -> Plan:
     size, free = len(plan.members), plan.free
     if plan.operation != "reduce" or size < 3 or not free:  # two can only swap halves, whatever their lines
         return plan
-    nbytes = make_codec(plan.codec).encoded_size(free)
+    nbytes = encoded_size(plan.codec, free)
     giving = _giving(plan)
     direct = attrs.evolve(plan, schedule="direct", blocks=())
     best, time = plan, _time(plan, lines)
@@ -263,7 +263,7 @@ def estimate(plan: Plan, said: Mapping[PeerId, Rates]) -> float:
 
 
 def _time(plan: Plan, lines: Lines) -> float:
-    size, nbytes = len(plan.members), make_codec(plan.codec).encoded_size(plan.free)
+    size, nbytes = len(plan.members), encoded_size(plan.codec, plan.free)
     if plan.schedule == "ring" or not nbytes:
         return lines.ring_time(nbytes)
     parts = np.array(plan.blocks) / plan.free if plan.blocks else np.full(size, 1 / size)

@@ -106,6 +106,10 @@ class Reduction(ABC):
             ProtocolError: They do not mean finite numbers, or sums would not be finite: the neighbour is the cause.
         """
 
+    @abstractmethod
+    def release(self) -> None:
+        """Nothing is sent or received any more: frees all memory but that of the result."""
+
     def slowest(self, source: int) -> int:
         """Number of segments that have come from everybody whose values are added to a neighbour's next ones."""
         return self.incoming(source)

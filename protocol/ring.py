@@ -33,7 +33,7 @@ from protocol.identity import PeerId
 from protocol.plan import Plan
 from protocol.reduction import Reduction, Segment, pieces, placed_blocks
 from protocol.salvage import nearest_holder
-from protocol.vectors import VectorPool, add_scaled, all_finite, scale
+from protocol.vectors import VectorPool, add_scaled, all_finite, cut, scale
 
 LARGEST_PIECE = 1 << 20
 """Elements of a segment, at most: 4 MiB. What arrives with the last bytes of one has to be copied."""
@@ -170,18 +170,22 @@ class Ring(Reduction):
         segment = self._receives[self.received]
         return self._bytes[4 * segment.start : 4 * segment.stop]
 
+    def release(self) -> None:
+        self._scratch = np.empty(0, dtype=np.float32)
+
     def filled(self, source: int) -> None:
         """See `Reduction.filled`.
 
         Raises:
-            ProtocolError: The values are not finite, or too large to be added to ours. What came in before was
-                finite, and is passed on only after it was looked at here, so the left neighbour itself is the cause.
+            ProtocolError: The values are not finite. What came in before was finite, and is passed on only after it
+                was looked at here, so the left neighbour itself is the cause.
         """
         segment = self._receives[self.received]
         for start, stop in pieces([(segment.start, segment.stop)], _AT_ONCE):
             if segment.add:
                 add_scaled(self._array[start:stop], self._ours[start:stop], self._share, self._scratch[: stop - start])
-            if not all_finite(self._buffer[start:stop]):
+            values = self._buffer[start:stop]
+            if not all_finite(values) and not (segment.add and all_finite(cut(values))):
                 raise ProtocolError("the left neighbour's values are not finite")
         if self.received >= self._summed:
             self._hold(segment.start, segment.stop, segment.source)
@@ -236,4 +240,4 @@ def _reference_ring(plan: Plan, inputs: Mapping[PeerId, torch.Tensor], mean: tor
         for start, stop in block:
             mean[start:stop] = scaled[index][start:stop]
             for step in range(1, size):
-                mean[start:stop] += scaled[(index + step) % size][start:stop]
+                cut(mean[start:stop].add_(scaled[(index + step) % size][start:stop]))

@@ -289,6 +289,8 @@ class Transfer:
                         self._fail(plan.members[stuck[0]], stuck[1])
         finally:
             self._watch = None  # it refers to us: the ring's memory would be in use until cycles are collected
+            if self._ring is not None:
+                self._ring.release()
             self._ended.set()
         if trio.current_time() >= self._scope.deadline:
             late = None if self._ring is None or self._ring.plan is not plan else self._ring.late()

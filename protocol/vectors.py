@@ -84,6 +84,15 @@ def all_finite(values: torch.Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
+def cut(values: torch.Tensor) -> torch.Tensor:
+    """In place: infinite numbers become the largest that are not.
+
+    That is for sums of finite values at the end of the range, of which shares that were rounded up make too much.
+    """
+    most = torch.finfo(torch.float32).max
+    return values.clamp_(-most, most)
+
+
 def scale(values: torch.Tensor, share: float, *, out: torch.Tensor) -> None:
     """values * share. A share of 0 gives zeros even where values are not finite."""
     if share == 0:

@@ -43,6 +43,7 @@ __all__ = [
     "ErrorFeedback",
     "NotFinite",
     "block_of",
+    "encoded_size",
     "make_codec",
 ]
 
@@ -54,6 +55,11 @@ _CODECS: dict[CodecName, type[Codec]] = {kind.name: kind for kind in (Identity, 
 def block_of(name: CodecName) -> int:
     """See `Codec.block`."""
     return _CODECS[name].block
+
+
+def encoded_size(name: CodecName, length: int) -> int:
+    """See `Codec.encoded_size`."""
+    return _CODECS[name].encoded_size(length)
 
 
 def make_codec(name: CodecName) -> Codec:

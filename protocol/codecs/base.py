@@ -51,8 +51,9 @@ class Codec(ABC):
     def __init__(self) -> None:
         self._values = torch.empty(PIECE)
 
+    @classmethod
     @abstractmethod
-    def encoded_size(self, length: int) -> int:
+    def encoded_size(cls, length: int) -> int:
         """Bytes that `length` elements take."""
 
     def encode(

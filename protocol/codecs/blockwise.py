@@ -55,8 +55,9 @@ class _Blockwise(Codec):
         most = np.array([LARGEST / self.levels], np.float32)
         self._most, self._least = _round_up(most, self.spare)[0], np.float32(SMALLEST / self.levels)
 
-    def encoded_size(self, length: int) -> int:
-        return -(-length // self.block) * self.scale + -(-length * self.bits // 8)
+    @classmethod
+    def encoded_size(cls, length: int) -> int:
+        return -(-length // cls.block) * cls.scale + -(-length * cls.bits // 8)
 
     def _encode(
         self,

@@ -19,8 +19,9 @@ class _Plain(Codec):
     block = 1
     size: ClassVar[int]
 
-    def encoded_size(self, length: int) -> int:
-        return length * self.size
+    @classmethod
+    def encoded_size(cls, length: int) -> int:
+        return length * cls.size
 
     def _check(self, data: NDArray[np.uint8]) -> None:
         for start, stop in pieces(data.size // self.size):

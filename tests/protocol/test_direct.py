@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random as randomness
 import struct
+import tracemalloc
 
 import attrs
 import pytest
@@ -259,3 +260,22 @@ def test_only_whole_blocks_are_salvaged():
         with pytest.raises(ValueError, match="whole blocks"):
             attrs.evolve(plan, sources=(source,), salvaged=(Salvaged(start, stop, 0, (0,)),))
     attrs.evolve(plan, sources=(source,), salvaged=(Salvaged(256, 1000, 0, (0,)),))
+
+
+def test_what_others_brought_to_a_failed_attempt_is_not_kept():
+    plan = make_plan([1.0, 1.0, 1.0], 3 << 18, "int8")
+    values = torch.ones(plan.length)
+    ours = Direct(plan, 0, encoded(plan, values))
+    theirs = Direct(plan, 1, encoded(plan, values))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(theirs.sendable(0)):  # its values of our block; those of the third do not come
+            ours.target(1)[:] = theirs.segment(0, number)
+            ours.filled(1)
+        grown = tracemalloc.get_traced_memory()[0] - before
+        assert grown > 1 << 18
+        ours.release()
+        assert tracemalloc.get_traced_memory()[0] - before < grown / 4
+    finally:
+        tracemalloc.stop()

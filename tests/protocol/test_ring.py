@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.errors import ProtocolError
 from protocol.identity import PeerId
 from protocol.plan import Plan, Salvaged, Source
 from protocol.reduction import partition
@@ -299,6 +300,27 @@ def test_values_without_weight_do_not_matter_even_if_they_are_not_finite():
     inputs = [torch.tensor([float("nan"), float("inf"), 1.0]), torch.tensor([1.0, 2.0, 3.0])]
     means = run_ring(plan, inputs, 2, lambda moves: moves[0])
     assert [mean.tolist() for mean in means] == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_sums_beyond_the_range_are_its_end():
+    """Ten shares of a tenth, as fp32 has them, are more than one."""
+    largest = torch.finfo(torch.float32).max
+    plan, values = make_plan([1.0] * 10, 40), torch.tensor([largest, -largest, 1.0, 0.0] * 10)
+    assert sum(plan.shares) > 1
+    means = run_ring(plan, [values] * 10, 2, lambda moves: moves[0])
+    assert means[0].isfinite().all()
+    assert torch.equal(means[0], reference(plan, dict.fromkeys(plan.members, values)))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_result_that_is_not_finite_is_its_senders_fault(value):
+    plan = make_plan([1.0, 1.0], 2)
+    ring = Ring(plan, 0, torch.ones(2))
+    torch.frombuffer(ring.target(1), dtype=torch.float32).fill_(1.0)
+    ring.filled(1)
+    torch.frombuffer(ring.target(1), dtype=torch.float32).fill_(float(value))
+    with pytest.raises(ProtocolError, match="not finite"):
+        ring.filled(1)
 
 
 def test_nobody_has_weight():

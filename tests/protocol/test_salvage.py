@@ -2,9 +2,12 @@
 
 import attrs
 import pytest
+import torch
 
+from protocol.direct import Direct
 from protocol.identity import PeerId
 from protocol.plan import MAX_SALVAGED, NO_BALLOT, Plan, Salvaged, Source
+from protocol.ring import Ring
 from protocol.round_messages import Halted, Propose
 from protocol.salvage import MAX_HOLDINGS, MAX_SPANS, Holding, Span, merged, salvage
 from protocol.weights import SIZE
@@ -160,3 +163,45 @@ def test_what_members_say_is_looked_at_in_little_time():
         return len(looked)
 
     assert work(4) < 8 * work(1)
+
+
+class Counted(tuple):
+    """Counts how many of its elements are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index):
+        Counted.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        Counted.looks += len(self)
+        return super().__iter__()
+
+    def __contains__(self, element):
+        Counted.looks += len(self)
+        return super().__contains__(element)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct"])
+def test_a_plan_with_many_parts_and_holders_takes_no_longer_than_to_read_it(schedule):
+    size, parts = 300, 200
+    members = tuple(PeerId(number.to_bytes(32, "big")) for number in range(size))
+    holders = Counted(range(1, size, 2))
+    plan = Plan(
+        run=bytes(32),
+        revision=1,
+        attempt=2,
+        rank=0,
+        coordinator=members[0],
+        members=members,
+        weights=(1.0,) * size,
+        length=2 * parts,
+        sources=(Source(bytes(32), members, (1.0,) * size),),
+        salvaged=tuple(Salvaged(2 * part, 2 * part + 1, 0, holders) for part in range(parts)),
+        schedule=schedule,
+    )
+    Counted.looks = 0
+    ring = Ring(plan, 0, torch.zeros(plan.length)) if schedule == "ring" else Direct(plan, 0, bytes(4 * plan.length))
+    assert Counted.looks < 5 * parts * len(holders)
+    assert sum(ring.incoming(source) for source in ring.sources) > parts
