@@ -131,6 +131,11 @@ def describe(event: Event) -> str | None:
             return (
                 f"peer {peer} is asked for nothing more, as what it sends of stage {event['stage']} is wrong: {reason}"
             )
+        case "unfit":
+            return (
+                f"stage {event['stage']}: WARNING: what this node computes is not finite, or makes no sense to the "
+                "others: it serves no stage any more. Look at its memory and graphics card, and start it again"
+            )
         case "moved":
             return f"moved from stage {event['source']} to stage {event['target']}, where it is needed more"
         case "validation" if event.get("loss") is not None:

@@ -105,19 +105,39 @@ class Crew:
         members = self._mesh.members
         return {self.peer: self.own} | {peer: self._others[peer] for peer in members if peer in self._others}
 
+    @property
+    def heeded(self) -> dict[PeerId, Standing]:
+        """Those of them that count: not of others who are shunned."""
+        there = self.standings
+        accused = {peer for each in there.values() for peer in each.distrusts} - {self.peer}
+        return {peer: each for peer, each in there.items() if peer not in accused or not self.is_shunned(peer)}
+
+    def is_shunned(self, peer: PeerId) -> bool:
+        """Whether most of those who can know, and at least two, distrust a peer: who trains, or serves its stage too.
+
+        Of two that distrust each other, nobody can tell who is right.
+        """
+        others = self.standings
+        there = others.pop(peer, None)
+        trainers = [each for each in others.values() if each.trains_from is not None]
+        servers = [each for each in others.values() if each.ready and there is not None and each.stage == there.stage]
+        distrust = ([peer in each.distrusts for each in group] for group in (trainers, servers))
+        return any(len(said) < 2 * sum(said) and sum(said) > 1 for said in distrust)
+
     def servers(self, stage: int) -> dict[PeerId, Standing]:
-        """Of those who serve a stage and have its state, ourselves included."""
+        """Of those who serve a stage and have its state, ourselves included; not of those who are shunned."""
         return {
             peer: standing
-            for peer, standing in sorted(self.standings.items())
+            for peer, standing in sorted(self.heeded.items())
             if standing.stage == stage and standing.ready
         }
 
     def trainers(self, step: int) -> list[PeerId]:
-        """Those who lead the microbatches of a step, in order: who came during it only if there is nobody else."""
-        since = {
-            peer: each.trains_from for peer, each in sorted(self.standings.items()) if each.trains_from is not None
-        }
+        """Those who lead the microbatches of a step, in order: who came during it only if there is nobody else.
+
+        Nobody who is shunned: it may lead them through itself.
+        """
+        since = {peer: each.trains_from for peer, each in sorted(self.heeded.items()) if each.trains_from is not None}
         return [peer for peer, first in since.items() if first <= step] or list(since)
 
     def announce(self, **changes: Any) -> None:  # noqa: ANN401 - the fields of a standing

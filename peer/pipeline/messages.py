@@ -16,6 +16,7 @@ from optim.swarm.messages import Answer, Request, Withdrawn
 from optim.swarm.payloads import MOST_DIMENSIONS, Encoding, Payload
 from optim.swarm.server import MOST_SQUARES
 from protocol.errors import ProtocolError
+from protocol.identity import PeerId
 from protocol.stream import Stream
 from protocol.wire import message
 
@@ -24,6 +25,8 @@ MOST_MICROBATCHES = 4096
 """Of a step."""
 LARGEST_PAYLOAD = 1 << 28
 """Bytes of one tensor between stages."""
+MOST_DISTRUSTED = 64
+"""Peers that one peer says it distrusts."""
 MOST_LOSS = 1e6
 """What a validation loss may be; else it counts as not finite."""
 
@@ -93,6 +96,8 @@ class Standing:
     """The sum of the squares of its stage's mean gradient, once it has settled this step."""
     last_squares: Squares | None = None
     """The same of the model, in the last step that it has made: for those who have not yet made that."""
+    distrusts: Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MOST_DISTRUSTED)] = ()
+    """Whom it asks for nothing any more, as what they sent made no sense."""
 
 
 @message("stage.hello")

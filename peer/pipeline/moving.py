@@ -29,7 +29,7 @@ class Balance:
 
     def members(self) -> list[Member]:
         """What balancing goes by. Who fetches a stage's state counts as its server: help is on its way."""
-        standings = {peer: each for peer, each in self.crew.standings.items() if each.stage is not None}
+        standings = {peer: each for peer, each in self.crew.heeded.items() if each.stage is not None}
         known = [each.rate for each in standings.values() if each.rate]
         usual = sum(known) / len(known) if known else 1.0
         return [
@@ -89,14 +89,14 @@ class Balance:
         """Whether a move of ours, and all that others have claimed, are among the moves that we compute."""
         claims = {
             (peer, each.stage, each.moving)
-            for peer, each in self.crew.standings.items()
+            for peer, each in self.crew.heeded.items()
             if each.moving is not None and peer != self.crew.peer
         }
         return {(move.peer, move.source, move.target), *claims} <= {*map(attrs.astuple, self.moves())}
 
     def _is_first(self) -> bool:
         """Whether nobody else who is about to move comes before us by name."""
-        return all(peer >= self.crew.peer for peer, each in self.crew.standings.items() if each.moving is not None)
+        return all(peer >= self.crew.peer for peer, each in self.crew.heeded.items() if each.moving is not None)
 
     def _is_replaced(self, stage: int) -> bool:
         """Whether a server of our stage that stays is as far as we are."""

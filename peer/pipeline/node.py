@@ -24,11 +24,11 @@ from peer.pipeline.copies import Copies
 from peer.pipeline.crew import Crew, Members, StageRoster
 from peer.pipeline.driver import Driver
 from peer.pipeline.ending import forlorn, hand_over, linger
-from peer.pipeline.messages import Standing, stage_run
+from peer.pipeline.messages import MOST_DISTRUSTED, Standing, stage_run
 from peer.pipeline.moving import Balance
 from peer.pipeline.service import StageService
 from peer.pipeline.settings import Pipeline
-from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps
+from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps, Unfit
 from peer.pipeline.states import States
 from peer.pipeline.transfer import Fetcher
 from peer.pipeline.trust import Trust
@@ -66,7 +66,7 @@ class PipelineNode:
         compute: Runs what takes long.
         rng: Spreads load, and decides between equals.
         stage: Which stage to serve first; None: where we are needed most.
-        serves: Whether it serves a stage.
+        serves: Whether it serves a stage, as long as what it computes makes sense.
         trains: Whether it leads microbatches.
         bounds: What its server keeps and does at a time.
         trainer: How its trainer goes about it.
@@ -235,7 +235,7 @@ class PipelineNode:
                 nursery.start_soon(self._train, nursery)
             if self.serves:
                 await self._serve()
-            else:
+            if not self.serves:  # or not any more
                 await self.crew.until(self._is_over)
                 await self._until_validated(self.pipeline.steps)
             nursery.cancel_scope.cancel()
@@ -282,6 +282,7 @@ class PipelineNode:
 
     def _tell_distrust(self, peer: PeerId, stage: int, reason: str) -> None:
         self.events.emit("distrusted", peer=peer, stage=stage, reason=reason)
+        self.crew.announce(distrusts=self._fetcher.trust.distrusted[:MOST_DISTRUSTED])
 
     def _tell_validation(self, step: int, loss: float) -> None:
         self.events.emit("validation", round=step, loss=loss)
@@ -354,6 +355,7 @@ class PipelineNode:
             copies=own.copies,
             measured=own.measured,
             last_squares=own.last_squares,
+            distrusts=own.distrusts,
         )
         crew.announce(**attrs.asdict(attrs.evolve(blank, number=own.number, step=step), recurse=False))
         stage = await self._states.make(number)
@@ -419,13 +421,19 @@ class PipelineNode:
 
     async def _steps(self, number: int, service: StageService, steps: StageSteps) -> Move | None:
         """Makes steps until there is a reason not to."""
-        server, urgent = service.server, list[Move]()
+        crew, server, urgent = self.crew, service.server, list[Move]()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_emptiness, urgent, nursery.cancel_scope)
             while not self.pipeline.steps or server.step < self.pipeline.steps:
                 problem = await self._one_step(number, server, steps)
+                if isinstance(problem, Unfit):
+                    self.serves = False
+                    crew.announce(ready=False, stage=None)
+                    self.events.emit("unfit", stage=number)
+                    nursery.cancel_scope.cancel()
+                    return None
                 if problem is not None:
-                    self.crew.announce(ready=False)
+                    crew.announce(ready=False)
                     old, lost = await service.snapshot(), isinstance(problem, Lost)
                     state = await self._find_state(server, number, old, lost=lost)
                     if state is None:
@@ -443,25 +451,27 @@ class PipelineNode:
                     await self._save(number, service)
             if server.step % self.pipeline.save_every:
                 await self._save(number, service)
-            await linger(self.crew, server.step, lambda: service.served)
+            await linger(crew, server.step, lambda: service.served)
             await self._until_validated(server.step)
             nursery.cancel_scope.cancel()
         return urgent[0] if urgent else None
 
-    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> Behind | Lost | None:
-        """Makes a step. Or says why not: it is made already, by others of our stage, or is lost with them."""
-        problems: list[Behind | Lost] = []
+    async def _one_step(self, number: int, server: StageServer, steps: StageSteps) -> Behind | Lost | Unfit | None:
+        """Makes a step. Or says why not: others of our stage have made it, or it is lost with them; or it is we."""
+        problems: list[Behind | Lost | Unfit] = []
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_for_loss, number, server, problems, nursery.cancel_scope)
+                nursery.start_soon(self._watch_for_distrust, problems, nursery.cancel_scope)
                 await steps.step()
                 nursery.cancel_scope.cancel()
-        except* (Behind, Lost) as group:
-            problems += [each for each in group.exceptions if isinstance(each, (Behind, Lost))]
+        except* (Behind, Lost, Unfit) as group:
+            problems += [each for each in group.exceptions if isinstance(each, (Behind, Lost, Unfit))]
+        unfit = [each for each in problems if isinstance(each, Unfit)]
         lost = [each for each in problems if isinstance(each, Lost)]
-        if lost:
+        if lost and not unfit:
             self.events.emit("stage_lost", stage=number, step=self.crew.furthest)
-        return next(iter([*lost, *problems]), None)
+        return next(iter([*unfit, *lost, *problems]), None)
 
     async def _save(self, number: int, service: StageService) -> None:
         try:
@@ -486,8 +496,14 @@ class PipelineNode:
                 scope.cancel()
                 return
 
+    async def _watch_for_distrust(self, problems: list[Behind | Lost | Unfit], scope: trio.CancelScope) -> None:
+        """Ends the block if others do not heed us any more."""
+        await self.crew.until(lambda: self.crew.is_shunned(self.crew.peer))
+        problems.append(Unfit())
+        scope.cancel()
+
     async def _watch_for_loss(
-        self, number: int, server: StageServer, problems: list[Behind | Lost], scope: trio.CancelScope
+        self, number: int, server: StageServer, problems: list[Behind | Lost | Unfit], scope: trio.CancelScope
     ) -> None:
         """Ends the block if other stages are ahead of ours and nobody of ours knows how: the step is lost for us.
 

@@ -6,6 +6,7 @@ A server whose stage is ahead of it fetches the stage's state, and goes on from 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
@@ -21,6 +22,7 @@ from peer.pipeline.crew import Crew
 from peer.pipeline.messages import MOST_MICROBATCHES, Squares
 from peer.pipeline.service import StageService
 from peer.pipeline.transfer import Fetcher
+from peer.pipeline.trust import OFFENCES
 from protocol.collective import Reduced
 from protocol.errors import Misfit, RoundAborted, ShoalError
 from protocol.identity import PeerId
@@ -77,6 +79,10 @@ class Lost(Exception):
     """Others have made a step that we cannot make any more: what it takes is gone with those who had it."""
 
 
+class Unfit(Exception):
+    """The gradients that we compute are not finite, again and again, and those of others are."""
+
+
 class StageSteps:
     """One server's part in the steps of its stage.
 
@@ -111,6 +117,8 @@ class StageSteps:
         self._compute, self._rate, self._tell_event = compute, rate, tell_event
         self._settlement: Settlement | None = None
         self._squares: Squares | None = None  # of our stage's gradient in a step
+        self._failed: Counter[PeerId] = Counter()
+        """How often in a row what a server was to bring to the mean has not come."""
 
     def begin(self) -> None:
         """Tells the others that we serve the stage, from a state that was just taken in."""
@@ -140,6 +148,7 @@ class StageSteps:
         Raises:
             Behind: Our stage has made it without us.
             Lost: Other stages have made it, and we cannot.
+            Unfit: We only hold the others up.
         """
         while self._server.phase != "settled":
             await self._crew.until(self._is_complete)
@@ -243,6 +252,7 @@ class StageSteps:
                 async with self._service.paused():  # with local steps, it makes the last one
                     contribution = await self._compute(server.contribution)
                 reduced = await self._reduce(contribution if kept else None, contribution, group)
+                self._judge(reduced, settlement)
                 if _is_exact(reduced, settlement):
                     server.settled(reduced.mean)
                     if server.stage.tied:
@@ -251,6 +261,7 @@ class StageSteps:
                     self._tell_event("stage_settled", server.step, settlement.ledgers)
                     return
                 missing = settlement.among(reduced.contributors).missing
+                kept = kept and self._crew.peer in reduced.contributors
         except (RoundAborted, Misfit):
             attempt = server.attempt  # the others may have settled; else it begins again
             await trio.sleep(RETRY)
@@ -260,6 +271,24 @@ class StageSteps:
                 self._service.wake()
         self._crew.announce(missing=tuple(sorted(missing)))
         self.tell()
+
+    def _judge(self, reduced: Reduced, settlement: Settlement) -> None:
+        """Takes note of whose sums were to be in a mean, and are not: they were not finite, or did not come.
+
+        Raises:
+            Unfit: Ours were not, and have not been for some time.
+        """
+        for peer, ledger in settlement.ledgers.items():
+            if peer in reduced.contributors or not sum(ledger.values()):
+                self._failed[peer] = 0
+            elif peer in self._crew.standings:
+                self._failed[peer] += 1
+            if self._failed[peer] < OFFENCES:
+                continue
+            if peer != self._crew.peer:
+                self._fetcher.trust.distrust(peer, self._stage, "its gradients do not come, or are not finite")
+            elif any(other != peer for other in reduced.contributors):
+                raise Unfit
 
     async def _agree(self, word: _Word) -> tuple[Settlement, int, frozenset[PeerId] | None]:
         """Whose sums count, how many settlements of the step will have failed if this one does, and who reduces.
@@ -299,7 +328,7 @@ class StageSteps:
 
         If a step is made, and all die that had settled it, it is lost for their stage.
         """
-        step, standings = self._server.step, self._crew.standings.values()
+        step, standings = self._server.step, self._crew.heeded.values()
         late = any(each.ready and each.step == step and not each.settled for each in standings)
         return not late or self._crew.furthest > step
 

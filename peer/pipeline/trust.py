@@ -33,10 +33,21 @@ class Trust:
         """Whether a peer may be asked for something."""
         return self._offences.get(peer, 0) < OFFENCES
 
+    @property
+    def distrusted(self) -> tuple[PeerId, ...]:
+        """Who is asked for nothing any more, since when it is."""
+        return tuple(peer for peer in self._offences if peer not in self)
+
     def doubt(self, peer: PeerId, stage: int, reason: str) -> None:
         """A peer has sent what makes no sense, when it was asked for something of a stage."""
         self._offences[peer] = self._offences.get(peer, 0) + 1
         if self._offences[peer] == OFFENCES:
+            self.tell(peer, stage, reason)
+
+    def distrust(self, peer: PeerId, stage: int, reason: str) -> None:
+        """A peer has sent what makes no sense so often that it is asked for nothing any more."""
+        if peer in self:
+            self._offences[peer] = OFFENCES
             self.tell(peer, stage, reason)
 
 

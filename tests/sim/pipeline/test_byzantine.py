@@ -7,7 +7,8 @@ import torch
 import trio
 
 from optim.swarm.payloads import Packer, Payload
-from protocol.errors import RequestRefused
+from peer.pipeline.node import PipelineNode
+from protocol.errors import RequestRefused, RoundAborted
 from tests.sim.pipelines import pipeline
 
 PACKER = Packer()
@@ -43,11 +44,16 @@ def made(peer):
     return peer.node.crew.own.step
 
 
+def is_left(peer, liar):
+    """Whether a peer asks the liar for nothing more, as it has found out itself, or most others have."""
+    return peer.of("distrusted") or peer.node.crew.is_shunned(liar.id)
+
+
 async def goes_on(swarm, liar, asked):
-    """All trainers find out who lies, say why, ask it for nothing any more, and train without it."""
+    """Trainers find out who lies, say why, ask it for nothing any more, and train without it."""
     trainers = [peer for peer in swarm.peers if peer is not liar]
     with trio.fail_after(600):
-        await swarm.until(lambda: all(peer.of("distrusted") for peer in trainers))
+        await swarm.until(lambda: all(is_left(peer, liar) for peer in trainers))
         await trio.sleep(1)  # what was on its way
         before, count = max(made(peer) for peer in trainers), len(asked)
         await swarm.until(lambda: min(made(peer) for peer in trainers) >= before + 5)
@@ -158,3 +164,88 @@ async def test_ledgers(autojump_clock, swarm_of, ledger):
 
         service.server.freeze = freeze
         await ends(swarm, liar)
+
+
+def sicken(service, times):
+    """So many times, what the server brings to the mean is not finite."""
+    honest, left = service.server.contribution, [times]
+
+    def contribution():
+        ours = honest()
+        left[0] -= 1
+        return attrs.evolve(ours, values=ours.values * torch.nan) if left[0] >= 0 else ours
+
+    service.server.contribution = contribution
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whose_gradients_are_never_finite_serves_no_stage_any_more(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=seed) as swarm:
+        sick = swarm.peers[1 + seed % 2]
+        sicken(await served(swarm, sick), 1 << 30)
+        await ends(swarm, sick)
+        assert [event["stage"] for event in sick.of("unfit")] == [1]
+        assert not any(peer.of("unfit") for peer in swarm.peers if peer is not sick)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_gradients_that_are_not_finite_once_are_computed_again(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=seed) as swarm:
+        sicken(await served(swarm, swarm.peers[1]), 1)
+        with trio.fail_after(300):
+            await swarm.until(
+                lambda: all(peer.saved is not None and peer.saved[1].step == STEPS for peer in swarm.peers)
+            )
+        assert not any(peer.of("unfit") or peer.of("distrusted") for peer in swarm.peers)
+
+
+class NotAdmitted(RoundAborted):
+    def __init__(self):
+        super().__init__("it goes on as if nothing were wrong")
+
+
+async def never_ends(*_):
+    await trio.sleep_forever()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_who_never_brings_what_it_has_counted_is_shunned(autojump_clock, swarm_of, seed, monkeypatch):
+    async with swarm_of(pipeline(2, 0), [0, 1, 1, 1], seed=seed) as swarm:
+        liar = swarm.peers[1 + seed]
+        service = await served(swarm, liar)
+        sicken(service, 1 << 30)
+        monkeypatch.setattr("peer.pipeline.settling.Unfit", NotAdmitted)
+        monkeypatch.setattr(PipelineNode, "_watch_for_distrust", never_ends)
+        others = [peer for peer in swarm.peers if peer is not liar]
+        with trio.fail_after(300):
+            await swarm.until(lambda: all(peer.node.crew.is_shunned(liar.id) for peer in others))
+            before = max(made(peer) for peer in others)
+            await swarm.until(lambda: min(made(peer) for peer in others) >= before + 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_stage_that_has_only_a_liar_gets_help(autojump_clock, swarm_of, seed):
+    async with swarm_of(pipeline(2, 0), [0, 0, 0, 1], seed=seed) as swarm:
+        liar = liar_of(swarm, 3)
+        liar.node.stage = 1
+        service = await served(swarm, liar)
+
+        async def ask(request):
+            raise RequestRefused("nonsense", code="misfit")
+
+        service.ask = ask
+        others = [peer for peer in swarm.peers if peer is not liar]
+        with trio.fail_after(300):
+            await swarm.until(lambda: any(peer.of("moved") for peer in others))
+            await swarm.until(lambda: min(made(peer) for peer in others) >= 5)
+
+
+async def test_of_two_that_distrust_each_other_both_are_heeded(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=1) as swarm:
+        one = swarm.peers[1]
+        await served(swarm, one)
+        one.node.crew.announce(distrusts=(swarm.peers[2].id,))
+        with trio.fail_after(300):
+            await swarm.until(
+                lambda: all(peer.saved is not None and peer.saved[1].step == STEPS for peer in swarm.peers)
+            )
