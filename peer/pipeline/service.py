@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -11,6 +11,7 @@ import attrs
 import torch
 import trio
 
+from optim.swarm.arrivals import Arrived
 from optim.swarm.messages import Answer, Kind, Request, Withdraw
 from optim.swarm.server import Batch, StageServer
 from optim.swarm.state import StageState
@@ -167,10 +168,20 @@ class StageService:
             state = await self._compute(server.snapshot)
             return attrs.evolve(state, tied=self._tied)
 
+    async def advance(self, tied: Mapping[int, Mapping[str, torch.Tensor]], scale: float) -> None:
+        """Makes the optimizer's step, see `StageServer.advance`."""
+        async with self.paused() as server:
+            self._give_up(await self._compute(server.advance, tied, scale))
+
+    def _give_up(self, arrived: Iterable[Arrived]) -> None:
+        """Tells those who wait that what they have asked for is not done any more."""
+        for each in arrived:
+            _waiting(each.ticket).fail(RequestRefused(f"the stage is at step {self.server.step} by now", code="stale"))
+
     async def restore(self, state: StageState) -> None:
         """Goes on from a state."""
         async with self.paused() as server:
-            await self._compute(server.restore, state)
+            self._give_up(await self._compute(server.restore, state))
             self._restored += 1
             self._tied = {}  # it may be of another history
             self.keep_tied(state.tied)
@@ -235,7 +246,7 @@ class StageService:
         self.server.submit(waiting, request, trio.current_time())
         self.wake()
         try:
-            with trio.move_on_after(request.patience):  # a step, or another state, drops what waits
+            with trio.move_on_after(request.patience):
                 await waiting.done.wait()
         finally:
             waiting.gone = True
@@ -246,6 +257,7 @@ class StageService:
 
     async def _on_withdraw(self, request: WithdrawRequest, stream: Stream) -> WithdrawReply:
         self._check(stream)
+        self._give_up(self.server.arrivals.withdraw(request.step, request.number))
         said = self.server.withdraw(Withdraw(step=request.step, number=request.number))
         return WithdrawReply(step=said.step, number=said.number, counted=said.counted, attempt=said.attempt)
 

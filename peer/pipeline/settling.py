@@ -166,8 +166,7 @@ class StageSteps:
         scale = await self._agree_on_scale()
         for group in self._server.optimizer.param_groups:
             group["lr"] = self._rate(self._server.step)
-        async with self._service.paused() as server:
-            await self._compute(server.advance, tied, scale)
+        await self._service.advance(tied, scale)
         if self._settlement is not None:
             self._tell_event("stage_step", self._server.step - 1, self._settlement.ledgers)
             self._settlement = None

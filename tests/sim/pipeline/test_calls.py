@@ -7,13 +7,23 @@ import attrs
 import pytest
 import torch
 import trio
+import trio.testing
 
 from optim.swarm.messages import Request
 from optim.swarm.payloads import Packer
 from optim.swarm.server import Batch, StageServer
 from optim.swarm.stages import cut, sequential
 from peer.pipeline.calls import IDLE, Calls
-from peer.pipeline.messages import FetchTied, Sizes, ask_of, receive_answer, send_payloads, stage_run
+from peer.pipeline.messages import (
+    FetchTied,
+    Sizes,
+    WithdrawReply,
+    WithdrawRequest,
+    ask_of,
+    receive_answer,
+    send_payloads,
+    stage_run,
+)
 from peer.pipeline.service import LONGEST_BATCH, StageService
 from peer.pipeline.tensors import load_tensors
 from peer.pipeline.transfer import fetch_tensors
@@ -210,3 +220,27 @@ async def test_a_stream_stays_with_its_stage(autojump_clock, pair):
         with pytest.raises(RequestRefused) as refused:
             await receive_answer(stream, SIZES)
     assert refused.value.code == "unknown_run"
+
+
+@pytest.mark.parametrize("gives_up", ["a later state", "a withdrawal"])
+async def test_what_is_not_done_any_more_is_refused_at_once(autojump_clock, pair, gives_up):
+    server_id, refused = pair.endpoints[0].peer_id, trio.Event()
+
+    async def ask():
+        with pytest.raises(RequestRefused) as refusal:
+            await pair.calls.ask(server_id, pair.run, request(3))
+        assert refusal.value.code == "stale"
+        refused.set()
+
+    async with trio.open_nursery() as nursery:
+        async with pair.service.paused() as server:  # so it waits
+            if gives_up == "a later state":
+                nursery.start_soon(pair.service.restore, attrs.evolve(server.snapshot(), step=1))
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(ask)
+            while not len(server.arrivals):  # noqa: ASYNC110 - on simulated time
+                await trio.sleep(LATENCY)
+            if gives_up == "a withdrawal":
+                await pair.endpoints[1].request(server_id, WithdrawRequest(pair.run, 0, 3), WithdrawReply)
+        with trio.fail_after(5):
+            await refused.wait()
