@@ -27,6 +27,7 @@ import torch
 
 from optim import FlatParameters, OuterState
 from peer.chain import Header, unpack_links
+from peer.fingerprint import fingerprint
 from peer.history import History
 from peer.manifest import ManifestError, settings_from
 from peer.settings import Settings
@@ -116,7 +117,7 @@ def load_latest(directory: Path) -> Checkpoint | None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads one checkpoint and checks its bytes against its digest.
+    """Reads one checkpoint and checks its bytes against its digests.
 
     Raises:
         CheckpointError: It is unreadable, incomplete, or damaged.
@@ -137,10 +138,16 @@ def load(path: Path) -> Checkpoint:
     except _UNUSABLE as error:
         raise CheckpointError(f"{path} is not a usable checkpoint: {error}") from error
     state = CommittedState.seal(history, outer, own_root=own_root)
-    hashes = {"digest": history.header.digest.hex(), "history": hashlib.sha256(links).hexdigest()}
+    inner, own = _under("inner.", tensors), _under("own.", tensors)
+    hashes = {
+        "digest": history.header.digest.hex(),
+        "history": hashlib.sha256(links).hexdigest(),
+        "inner": fingerprint(inner),
+        "own": fingerprint(own),
+    }
     if state is None or any(described.get(name) != value for name, value in hashes.items()):
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest that it states")
-    return Checkpoint(settings, state, _under("inner.", tensors), _under("own.", tensors))
+    return Checkpoint(settings, state, inner, own)
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -150,11 +157,13 @@ def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
 def _describe(checkpoint: Checkpoint, layout: FlatParameters) -> dict[str, Any]:
     history = checkpoint.state.history
     return {
-        "format": 2,
+        "format": 3,
         "settings": checkpoint.settings.tables(),
         "start": _write_header(history.headers[0]),
         "history": hashlib.sha256(b"".join(history.links)).hexdigest(),
         "digest": history.header.digest.hex(),
+        "inner": fingerprint(checkpoint.inner),
+        "own": fingerprint(checkpoint.own),
         "root": checkpoint.state.root.hex(),
         "parameters": [place.name for place in layout.slices],
         "buffers": sorted(checkpoint.state.outer.buffers),

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from optim.swarm.state import StageState
+from peer.fingerprint import fingerprint
 from protocol.errors import ProtocolError
 
 MEAN = "mean"
@@ -31,16 +32,18 @@ def dump(state: StageState) -> bytes:
     if state.mean is not None:
         tensors[MEAN] = state.mean
     plain = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
-    return safetensors.torch.save(_apart(plain), {"step": json.dumps(state.step)})
+    return safetensors.torch.save(_apart(plain), {"step": json.dumps(state.step), "digest": fingerprint(plain)})
 
 
 def load(data: bytes, step: int) -> StageState:
     """The inverse of `dump`.
 
     Raises:
-        ProtocolError: It is not that, or a value is not finite.
+        ProtocolError: It is not that, or is damaged, or a value is not finite.
     """
     tensors = load_tensors(data)
+    if _stated_digest(data) != fingerprint(tensors):
+        raise ProtocolError("a stage's state that does not have the digest that it states")
     tied = _by_first(tensors, _TIED)
     if not all(number.isdecimal() and len(number) < 16 for number in tied):
         raise ProtocolError("a stage's state with gradients of no step")
@@ -53,6 +56,12 @@ def load(data: bytes, step: int) -> StageState:
         {int(number): named for number, named in tied.items()},
         _by_first(tensors, _OUTER),
     )
+
+
+def _stated_digest(data: bytes) -> object:
+    """What the metadata of tensors that can be read says: a length, and JSON, come first."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header.get("__metadata__", {}).get("digest")
 
 
 def _by_first(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, dict[str, torch.Tensor]]:

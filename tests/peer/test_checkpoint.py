@@ -1,4 +1,5 @@
 import resource
+import struct
 
 import pytest
 import torch
@@ -159,5 +160,17 @@ def test_a_header_that_was_changed_is_noticed(tmp_path, layout, state):
     data = path.read_bytes()
     assert data.count(b'\\"weight\\": 0.0') == 1
     path.write_bytes(data.replace(b'\\"weight\\": 0.0', b'\\"weight\\": 9.0'))
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("part", ["inner", "own"])
+def test_what_is_remembered_besides_the_model_is_checked_too(tmp_path, layout, state, part):
+    kept = Checkpoint(SETTINGS, state, **{"inner": {}, part: {"moment": torch.full((3,), 1.25)}})
+    path = checkpoint.save(tmp_path, kept, layout)
+    assert torch.equal(getattr(checkpoint.load(path), part)["moment"], torch.full((3,), 1.25))
+    data, value = path.read_bytes(), struct.pack("<f", 1.25) * 3
+    assert data.count(value) == 1
+    path.write_bytes(data.replace(value, struct.pack("<f", -1.0) * 3))
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load(path)

@@ -1,5 +1,7 @@
 """Stages' states on a disk: what stays, and what goes."""
 
+import struct
+
 import pytest
 import torch
 
@@ -48,3 +50,13 @@ def test_parts_of_files_that_a_killed_process_has_left_go_and_nothing_else(files
     (files._directory / "round-00000010.safetensors").write_bytes(b"whole")
     save(files, 1, 20)
     assert [name for name in names(files) if not name.startswith("stage-")] == ["round-00000010.safetensors"]
+
+
+def test_a_damaged_file_is_passed_over(files):
+    for step in (1, 2):
+        files.save(0, StageState(step, {"a": torch.full((4,), 1.25)}, {}))
+    (newest,) = (path for path in files._directory.iterdir() if path.name.endswith("2.safetensors"))
+    data, value = newest.read_bytes(), struct.pack("<f", 1.25)
+    assert data.count(value) == 4
+    newest.write_bytes(data.replace(value, struct.pack("<f", 1.5), 1))
+    assert files.load(0).step == 1
