@@ -236,7 +236,7 @@ def status(
     options: HomeOptions, as_json: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False
 ) -> None:
     """Show what the local daemon does now. Exit code 1 if none runs."""
-    from peer.console import summary
+    from peer.console import stages_line, summary
     from peer.home import Home
     from peer.status import read_status
 
@@ -254,9 +254,10 @@ def status(
             "mapped": current.mapped,
             "run": current.run,
             "now": summary(current),
+            "servers": stages_line(current),
             "validation": None if current.validation is None else f"{current.validation:.4f} nats per byte",
             "last event": f"{age:.0f} s ago",
-            "stopped": current.reason,
+            "stopped": "as asked" if current.reason == "cancelled" else current.reason,
         }
         print(
             "\n".join(f"{name + ':':12} {printable(str(value))}" for name, value in lines.items() if value is not None)

@@ -122,9 +122,18 @@ def describe(event: Event) -> str | None:
         case "round_failed":
             return f"round {event['round']}: attempt {event.get('attempt')} failed: {reason}"
         case "stage_synced":
+            stage, step, furthest = event["stage"], event["step"], event.get("furthest", event["step"])
+            later = f"; others are at step {furthest}" if step < furthest else ""
+            if event.get("bytes"):
+                return f"stage {stage}: has the state of step {step} ({size(event['bytes'])} fetched){later}"
+            return f"stage {stage}: begins {'anew' if not step else f'with what is here, of step {step}'}{later}"
+        case "stage_empty":
             return (
-                f"stage {event['stage']}: has the state of step {event['step']} ({size(event.get('bytes', 0))} fetched)"
+                f"stage {event['stage']} has no server, and training waits for one: others can `shoal join` with the "
+                "ticket; if enough are here already, one goes there"
             )
+        case "stage_filled":
+            return f"stage {event['stage']} has a server again"
         case "stage_lost":
             return f"stage {event['stage']}: the others are at step {event['step']}; what was lost is not done again"
         case "distrusted":
@@ -164,26 +173,44 @@ def summary(status: Status) -> str:
     others = f"{peers} other peer{'' if peers == 1 else 's'}"
     if status.activity == "serving":
         return f"serving · {others}"
-    parts = [status.activity, f"round {status.revision}", others]
+    missing = status.empty_stages
+    activity = f"waiting for a server of stage {missing[0]}" if missing else status.activity
+    parts = [activity, f"round {status.revision}", others]
+    if status.servers:
+        stage = "no stage" if status.stage is None else f"stage {status.stage}"
+        parts.insert(1, f"{stage} of {len(status.servers)}")
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
-    if status.tokens_per_second:
+    if status.tokens_per_second and not missing:
         parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
     parts.append(f"sent {size(status.bytes_sent)}, received {size(status.bytes_received)}")
     return " · ".join(parts)
+
+
+def stages_line(status: Status) -> str | None:
+    """How many servers each stage has; None if the run has no stages."""
+    return ", ".join(f"stage {stage}: {count}" for stage, count in enumerate(status.servers)) or None
 
 
 def member_lines(status: Status) -> list[str]:
     """The members as a table, with a heading; empty if there are none."""
     if not status.members:
         return []
-    rows = [("peer", "address", "path", "rtt", "round"), *map(member_row, status.members)]
+    rows = member_table(status)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def member_row(member: MemberStatus) -> tuple[str, str, str, str, str]:
-    """One member: peer, address, path, round-trip time, round."""
+def member_table(status: Status) -> list[tuple[str, ...]]:
+    """A heading, and a row for each member; the stages of members if the run has stages."""
+    heading, rows = ("peer", "address", "path", "rtt", "round"), [_member_row(member) for member in status.members]
+    if not status.servers:
+        return [heading, *rows]
+    stages = ["-" if member.stage is None else str(member.stage) for member in status.members]
+    return [(*heading, "stage"), *((*row, stage) for row, stage in zip(rows, stages, strict=True))]
+
+
+def _member_row(member: MemberStatus) -> tuple[str, ...]:
     rtt = "-" if member.rtt is None else f"{member.rtt * 1000:.1f} ms"
     revision = "-" if member.revision is None else str(member.revision)
     return member.peer[:_SHORT], member.address or "-", member.path, rtt, revision

@@ -36,6 +36,7 @@ from peer.membership import NEAR, Membership
 from peer.node import Compute, Node, in_worker_thread
 from peer.pipeline.ending import HANDOVER
 from peer.pipeline.files import cut_checkpoint
+from peer.pipeline.messages import Standing
 from peer.pipeline.run import make_node, make_pipeline, memory_of, parameters_of
 from peer.probe import Prober
 from peer.reach import (
@@ -261,7 +262,7 @@ class _Daemon:
         )
         tell_manifest(self.endpoint, manifest.run_id, manifest.dump())
         parameters = parameters_of(pipeline)
-        await self._take_part(nursery, manifest, membership, parameters, task_status)
+        await self._take_part(nursery, manifest, membership, parameters, task_status, lambda: node.crew.standings)
         if founded:
             while (here := len(membership.others) + 1) < config.wait_for:
                 self._events.emit("waiting", here=here, wanted=config.wait_for)
@@ -280,13 +281,14 @@ class _Daemon:
         membership: Membership,
         parameters: int,
         task_status: trio.TaskStatus[Ticket],
+        standings: Callable[[], Mapping[PeerId, Standing]] = dict,
     ) -> None:
-        """Meets the members, and lets others join through us."""
+        """Meets the members, and lets others join through us. The standings are those of a run of stages."""
         config, keys = self._config, self._keys
         await nursery.start(membership.run)
         membership.meet(self.endpoint.connected)
         nursery.start_soon(self._keep_book, membership)
-        nursery.start_soon(self._tell_members, membership)
+        nursery.start_soon(self._tell_members, membership, standings)
         if keys is not None:
             nursery.start_soon(keys.run, partial(self._present, membership))
             if manifest.founder == self._identity.public_key:
@@ -478,14 +480,18 @@ class _Daemon:
             self._rejected_by.add(peer)
             self._events.emit("rejected", peer=peer, reason=str(error), hint=error.hint)
 
-    async def _tell_members(self, membership: Membership) -> None:
+    async def _tell_members(self, membership: Membership, standings: Callable[[], Mapping[PeerId, Standing]]) -> None:
         """Keeps the status up to date about the members."""
         told: list[Mapping[str, object]] = []
         while True:
-            members = [
-                member_status(self.endpoint, member.peer, None if member.tip is None else member.tip.revision)
-                for member in membership.others
-            ]
+            there, members = standings(), list[Mapping[str, object]]()
+            for member in membership.others:
+                standing = there.get(member.peer)
+                revision = None if member.tip is None else member.tip.revision
+                if standing is not None:
+                    revision = standing.step
+                stage = None if standing is None else standing.stage
+                members.append(member_status(self.endpoint, member.peer, revision, stage))
             if members != told:
                 told = members
                 self._events.tell("members", members=members)

@@ -36,6 +36,7 @@ class MemberStatus:
     path: str = "direct"  # how bytes get there
     rtt: float | None = None  # seconds; None if not measured yet
     revision: int | None = None  # committed rounds, as it says; None if it has no state, or is no member of our run
+    stage: int | None = None  # that it serves, in a run of stages
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +47,7 @@ class Status:
     peer: str
     activity: str = "starting"  # "starting", "synchronising", "training", "averaging", "serving", "stopped"
     since: float = 0.0  # Unix seconds of the first event
-    updated: float = 0.0  # … and of the latest
+    updated: float = 0.0  # … and of the latest, but for what only the status is told
     address: str | None = None
     reachability: str | None = None  # "public", "private": whether others can connect to it
     run: str | None = None  # run id in base32 or hexadecimal, as the daemon's events have it
@@ -61,19 +62,30 @@ class Status:
     tokens: int = 0  # trained on by this peer
     tokens_per_second: float = 0.0
     validation: float | None = None
-    bytes_sent: int = 0  # in rounds
+    bytes_sent: int = 0  # in rounds; in all in a run of stages
     bytes_received: int = 0
     failures: int = 0  # rounds that failed
     problem: str | None = None  # why the latest checkpoint could not be saved
     reason: str | None = None  # why it stopped
+    stage: int | None = None  # that it serves, in a run of stages
+    servers: tuple[int, ...] = ()  # how many each stage of such a run has
+
+    @property
+    def empty_stages(self) -> tuple[int, ...]:
+        """Stages without a server, for which all others wait."""
+        over = self.activity in ("starting", "stopped")
+        return () if over else tuple(stage for stage, servers in enumerate(self.servers) if not servers)
 
     def after(self, event: Event) -> Status:
         """The status once `event` has happened; kinds that it does not know change only the time."""
-        changes = {"updated": event["t"], "since": self.since or event["t"]}
-        return attrs.evolve(self, **changes, **_changes(self, event))
+        quiet = event["event"] in ("members", "stages")
+        updated = self.updated if quiet else event["t"]
+        return attrs.evolve(self, updated=updated, since=self.since or event["t"], **_changes(self, event))
 
 
-def member_status(endpoint: Endpoint, peer: PeerId, revision: int | None = None) -> Mapping[str, object]:
+def member_status(
+    endpoint: Endpoint, peer: PeerId, revision: int | None = None, stage: int | None = None
+) -> Mapping[str, object]:
     """What an endpoint knows of a peer that it is connected to, as the event `members` has it."""
     statistics = endpoint.statistics(peer)
     addresses = endpoint.addresses(peer)
@@ -83,6 +95,7 @@ def member_status(endpoint: Endpoint, peer: PeerId, revision: int | None = None)
         path="direct" if statistics is None else statistics.path,
         rtt=None if statistics is None else statistics.rtt,
         revision=revision,
+        stage=stage,
     )
     return attrs.asdict(status)
 
@@ -155,6 +168,14 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
             return {"address": event.get("address"), "run": event.get("run"), "activity": activity}
         case "members":
             return {"members": msgspec.convert(event["members"], tuple[MemberStatus, ...])}
+        case "stages":
+            return {
+                "stage": event["stage"],
+                "servers": tuple(event["servers"]),
+                "revision": event["step"],
+                "bytes_sent": event["bytes_sent"],
+                "bytes_received": event["bytes_received"],
+            }
         case "mapped":
             return {"mapped": event["address"]}
         case "unmapped":
@@ -201,7 +222,8 @@ def _changes(status: Status, event: Event) -> dict[str, Any]:
         case "validation":
             return {"validation": event["loss"]}
         case "stopped":
-            return {"activity": "stopped", "reason": event.get("reason"), "neighbours": (), "members": ()}
+            over = {"activity": "stopped", "reason": event.get("reason"), "neighbours": (), "members": ()}
+            return over | {"tokens_per_second": 0.0}
     return {}
 
 

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from peer.console import member_row, summary
+from peer.console import member_table, stages_line, summary
 from peer.status import Status
 from peer.text import duration, printable
 
@@ -48,12 +48,15 @@ def screen(status: Status, running: bool) -> Group:
         head += f"  mapped to {printable(status.mapped)}"
     state = f"process {status.pid}, for {duration(now - status.since)}" if running else "not running"
     rounds = ""
-    if status.run is not None:
+    if (stages := stages_line(status)) is not None:
+        rounds = f"servers of {stages}"
+    elif status.run is not None:
         loss = "" if status.validation is None else f", validation {status.validation:.4f} nats per byte"
         rounds = f"{status.contributors} in the last round, {status.failures} attempts failed{loss}"
-    table = Table("peer", "address", "path", "rtt", "round", box=None, header_style="bold", padding=(0, 3, 0, 0))
-    for member in status.members:
-        table.add_row(*member_row(member))
+    heading, *rows = member_table(status)
+    table = Table(*heading, box=None, header_style="bold", padding=(0, 3, 0, 0))
+    for row in rows:
+        table.add_row(*row)
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in (head, state, summary(status), rounds) if line]
     return Group(*lines, Text(), table, Text(), Text("q ends this", style="dim"))
 

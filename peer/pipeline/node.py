@@ -26,6 +26,7 @@ from peer.pipeline.driver import Driver
 from peer.pipeline.ending import forlorn, hand_over, linger
 from peer.pipeline.messages import MOST_DISTRUSTED, Standing, stage_run
 from peer.pipeline.moving import Balance
+from peer.pipeline.overview import EMPTY, Overview
 from peer.pipeline.service import StageService
 from peer.pipeline.settings import Pipeline
 from peer.pipeline.settling import LOST, Behind, Lost, Plan, StageSteps, Unfit
@@ -49,9 +50,6 @@ CHOICES = 10
 
 RETRY = 0.5
 """Seconds between two of these choices, unless the standings change earlier."""
-
-EMPTY = 3.0
-"""Seconds for which a stage must have been without any server before somebody leaves its own stage for it at once."""
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -109,6 +107,7 @@ class PipelineNode:
     _serving: dict[int, StageService] = attrs.field(factory=dict, init=False)
     _driver: Driver = attrs.field(init=False)
     _validation: Validation | None = attrs.field(init=False)
+    _overview: Overview = attrs.field(init=False)
     _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
 
     @crew.default
@@ -214,6 +213,13 @@ class PipelineNode:
             on_loss=self._tell_validation,
         )
 
+    @_overview.default
+    def _make_overview(self) -> Overview:
+        pipeline = self.pipeline
+        return Overview(
+            crew=self.crew, stages=pipeline.stages, steps=pipeline.steps, endpoint=self.endpoint, events=self.events
+        )
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves and trains until the last step is made, until it is `asked` to leave, or until cancelled.
 
@@ -225,6 +231,7 @@ class PipelineNode:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.crew.run)
             nursery.start_soon(self._copies.run)
+            nursery.start_soon(self._overview.run)
             task_status.started()
             nursery.start_soon(self._leave_when_asked, nursery.cancel_scope)
             if not self.founds:
@@ -531,7 +538,7 @@ class PipelineNode:
         self, server: StageServer, number: int, old: StageState | None = None, *, lost: bool = False
     ) -> StageState | None:
         """The state of a stage that we are to serve; None if the run is over meanwhile."""
-        began, received = trio.current_time(), self.endpoint.bytes_received
+        began, fetched = trio.current_time(), self._fetcher.fetched
         state = await self._states.find(server, number, over=self._is_over, old=old, lost=lost)
         if state is not None:
             if old is not None and state.step < old.step:
@@ -540,7 +547,8 @@ class PipelineNode:
                 "stage_synced",
                 stage=number,
                 step=state.step,
+                furthest=self.crew.furthest,
                 seconds=trio.current_time() - began,
-                bytes=self.endpoint.bytes_received - received,
+                bytes=self._fetcher.fetched - fetched,
             )
         return state

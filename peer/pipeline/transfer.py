@@ -55,7 +55,7 @@ async def fetch_tensors(
 _T = TypeVar("_T")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Fetcher:
     """Fetches tensors of stages from others, checks them, and doubts those whose tensors make no sense."""
 
@@ -65,6 +65,8 @@ class Fetcher:
     """The step that ends the run; 0 if none does."""
     trust: Trust
     compute: Compute
+    fetched: int = attrs.field(default=0, init=False)
+    """Bytes of states and gradients so far."""
 
     async def state(self, peer: PeerId, stage: int, form: Form, kinds: Mapping[str, bool]) -> tuple[StageState, bytes]:
         """The state of a stage, and the same as bytes.
@@ -116,6 +118,7 @@ class Fetcher:
             raise RequestRefused(f"what {peer.short} has sent made no sense", code="distrusted")
         try:
             step, data = await fetch_tensors(self.endpoint, peer, request, most=form.most)
+            self.fetched += len(data)
             return await self.compute(read, step, data)
         except ProtocolError as error:
             self.trust.doubt(peer, stage, str(error))

@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from peer.console import Console, describe, member_lines, size, summary
+from peer.console import Console, describe, member_lines, size, stages_line, summary
 from peer.events import EventLog
 from peer.status import MemberStatus, Status, StatusError, StatusFile, read_status, write_status
 from peer.text import duration
@@ -55,7 +55,7 @@ def test_the_status_follows_the_events(log, tmp_path):
     assert file.status.neighbours == ()
 
 
-MEMBER = {"peer": "a" * 52, "address": "192.0.2.9:1", "path": "direct", "rtt": 0.0125, "revision": 4}
+MEMBER = {"peer": "a" * 52, "address": "192.0.2.9:1", "path": "direct", "rtt": 0.0125, "revision": 4, "stage": None}
 
 
 def test_the_status_says_what_is_known_of_members(log, tmp_path):
@@ -221,3 +221,50 @@ def test_a_branch_that_was_given_up_is_told(log, common, text):
     log.subscribe(lambda event: said.append(describe(event)))
     log.emit("branch_left", round=9, digest="d" * 64, weight=100.0, common=common)
     assert said == [f"{text} given up: the others had done more meanwhile"]
+
+
+def stages(**changes):
+    return {"stage": 1, "servers": [2, 1, 1], "step": 41, "bytes_sent": 5000, "bytes_received": 7000, **changes}
+
+
+def test_the_status_of_a_run_of_stages_says_who_does_what(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    log.emit("started", address="192.0.2.7:7070", run="ab" * 32)
+    log.emit("inner", step=40, loss=2.5, tokens=800, tokens_per_second=1234.5)
+    log.tell("members", members=[MEMBER | {"stage": 2, "revision": 41}])
+    log.tell("stages", **stages())
+    assert file.status.updated == 2  # of an event, not of a look
+    assert summary(file.status) == (
+        "training · stage 1 of 3 · round 41 · 0 other peers · loss 2.500 · 1,234 tokens/s"
+        " · sent 5.0 kB, received 7.0 kB"
+    )
+    assert stages_line(file.status) == "stage 0: 2, stage 1: 1, stage 2: 1"
+    heading, row = member_lines(file.status)
+    assert heading.split()[-2:] == ["round", "stage"]
+    assert row.split()[-2:] == ["41", "2"]
+
+
+def test_the_status_says_for_which_stage_a_run_waits(log, tmp_path):
+    file = StatusFile(tmp_path / "status.json", log, ME)
+    log.emit("started", address="192.0.2.7:7070", run="ab" * 32)
+    log.emit("inner", step=40, loss=2.5, tokens=800, tokens_per_second=1234.5)
+    log.tell("stages", **stages(stage=None, servers=[2, 0, 1]))
+    assert summary(file.status).startswith("waiting for a server of stage 1 · no stage of 3 · round 41")
+    assert "tokens/s" not in summary(file.status)
+    log.emit("stopped", reason="cancelled")
+    assert summary(file.status).startswith("stopped")
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"step": 0, "furthest": 0, "bytes": 0}, "stage 2: begins anew"),
+        ({"step": 7, "furthest": 7, "bytes": 0}, "stage 2: begins with what is here, of step 7"),
+        (
+            {"step": 7, "furthest": 9, "bytes": 2000},
+            "stage 2: has the state of step 7 (2.0 kB fetched); others are at step 9",
+        ),
+    ],
+)
+def test_the_console_says_from_where_a_stage_goes_on(fields, line):
+    assert describe({"peer": ME, "event": "stage_synced", "stage": 2, "seconds": 1.0, **fields}) == line

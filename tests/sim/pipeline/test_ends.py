@@ -201,3 +201,23 @@ def test_what_others_say_of_steps_is_believed_if_it_can_be():
     assert is_credible(1000, fetching(990, 980))
     assert not is_credible(10**9, fetching(990, 980))
     assert is_credible(10**6, fetching(0, 0, 10))
+
+
+async def test_a_stage_without_servers_is_told_until_it_has_one(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, 0), [0, 1]) as swarm:
+        first, second = swarm.peers
+        await swarm.until(lambda: first.node.crew.own.step >= 2)
+        assert not first.of("stage_empty")
+        swarm.kill(second)
+        await swarm.until(lambda: first.of("stage_empty"))
+        assert [event["stage"] for event in first.of("stage_empty")] == [1]
+        assert not first.of("stage_filled")
+        swarm.start(swarm.add(1))
+        await swarm.until(lambda: first.of("stage_filled"))
+        assert [event["stage"] for event in first.of("stage_filled")] == [1]
+
+
+async def test_at_the_end_of_a_run_nobody_waits_for_servers(autojump_clock, swarm_of):
+    async with swarm_of(pipeline(2, 3), [0, 1, 1]) as swarm:
+        await swarm.until(lambda: not any(peer.running for peer in swarm.peers))
+        assert not any(peer.of("stage_empty") for peer in swarm.peers)
