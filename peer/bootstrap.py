@@ -25,7 +25,10 @@ def why_unreachable(contacts: Sequence[Contact], error: PeerUnreachable) -> Shoa
     cause = error.__cause__
     if isinstance(cause, HandshakeError) and not (private and isinstance(cause, WrongPeer)):
         return cause
-    known = f"none of the {len(contacts)} known peers of this run can be reached"
+    count = len(contacts)
+    known = f"none of the {count} known peers of this run can be reached"
+    if count == 1:
+        known = "the only known peer of this run cannot be reached"
     if private:
         hint = f"on one network: check that they run. Else: {MEET[0].lower()}{MEET[1:]}"
         return PeerUnreachable(f"{known}: all have private addresses only", hint=hint)

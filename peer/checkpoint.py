@@ -29,10 +29,11 @@ from optim import FlatParameters, OuterState
 from peer.chain import Header, unpack_links
 from peer.fingerprint import fingerprint
 from peer.history import History
+from peer.home import CheckpointError
 from peer.manifest import ManifestError, settings_from
 from peer.settings import Settings
 from peer.state import CommittedState
-from protocol.errors import ProtocolError, ShoalError
+from protocol.errors import ProtocolError
 from protocol.plan import MAX_MEMBERS
 
 KEPT = 3
@@ -49,10 +50,6 @@ _UNUSABLE = (
     struct.error,
 )
 """What reading a file raises that is no checkpoint."""
-
-
-class CheckpointError(ShoalError):
-    """A checkpoint cannot be written or read."""
 
 
 @attrs.frozen(eq=False)
@@ -124,7 +121,10 @@ def load(path: Path) -> Checkpoint:
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            described = json.loads(file.metadata()["shoal"])
+            metadata = file.metadata() or {}
+            if "shoal" not in metadata:
+                raise _of_something_else(path, metadata)
+            described = json.loads(metadata["shoal"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         settings = settings_from(described["settings"])
         links = tensors["history"].numpy().tobytes()
@@ -148,6 +148,12 @@ def load(path: Path) -> Checkpoint:
     if state is None or any(described.get(name) != value for name, value in hashes.items()):
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest that it states")
     return Checkpoint(settings, state, inner, own)
+
+
+def _of_something_else(path: Path, metadata: Mapping[str, str]) -> CheckpointError:
+    if "step" in metadata:  # see `peer.pipeline.tensors`
+        return CheckpointError(f"{path} is one stage of a model", hint="`shoal export` puts all stages together")
+    return CheckpointError(f"{path} is not a checkpoint of Shoal")
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -83,7 +83,7 @@ def main() -> None:
 def exit_code(error: ShoalError) -> int:
     """The exit code for an error that ended a command."""
     from peer.events import EventsError
-    from peer.home import HomeError
+    from peer.home import CheckpointError, HomeError
     from peer.manifest import ManifestError
     from peer.ticket import TicketError, TicketExpired
 
@@ -92,7 +92,7 @@ def exit_code(error: ShoalError) -> int:
             return REFUSED
         case PeerUnreachable():
             return UNREACHABLE
-        case UsageError() | TicketError() | ManifestError() | EventsError() | HomeError():
+        case UsageError() | TicketError() | ManifestError() | EventsError() | HomeError() | CheckpointError():
             return USAGE
         case DataError() | SettingsError() | AddressError() | IdentityError() | IdentityInUse():
             return USAGE
@@ -201,8 +201,14 @@ def start(
 
     home = Home(node.path)
     founded = _founded(manifest, settings.tables(), node, home)
-    if origin is not None and (founded.settings.algorithm.name != "swarm" or not node.serve):
-        raise UsageError("only a run of stages begins with a checkpoint, and its founder has to serve a stage")
+    algorithm, most = founded.settings.algorithm.name, founded.settings.limits.peers
+    if algorithm != "swarm" and (origin is not None or not node.serve):
+        option = "--from" if origin is not None else "--no-serve"
+        raise UsageError(f"{option} is for runs of stages, with --algorithm swarm; this one's is {algorithm}")
+    if origin is not None and not node.serve:
+        raise UsageError("--from and --no-serve exclude each other: who begins with a checkpoint serves a stage of it")
+    if wait_for > most:
+        raise UsageError(f"--wait-for {wait_for} is more than the run may have: limits.peers = {most}")
     _run_node(
         node,
         home,
@@ -328,8 +334,10 @@ def sample(
 
     checkpoint = load_latest(home.checkpoints)
     if checkpoint is None:
+        stages = any(home.checkpoints.glob("stage-*.safetensors"))
         raise ShoalError(
-            f"there is no checkpoint in {home.checkpoints}", hint="a daemon leaves one after its first round"
+            f"there is no checkpoint of a whole model in {home.checkpoints}",
+            hint="`shoal export` makes one of the stages" if stages else "a daemon leaves one after its first round",
         )
     from peer.trainer import sample_text
 
@@ -347,7 +355,9 @@ def sample(
 def demo(
     peers: Annotated[int, typer.Option(min=2, max=64, help="Peers to start with.")] = 4,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of the run. Default: 8; of swarm, 60.")] = None,
-    inner_steps: Annotated[int, typer.Option(min=1, help="Local steps between two rounds.")] = 100,
+    inner_steps: Annotated[
+        int | None, typer.Option(min=1, help="Local steps between two rounds. Default: 100; not of swarm.")
+    ] = None,
     algorithm: Annotated[str, typer.Option(help="How work is combined: diloco, noloco, swarm, …")] = "diloco",
     stages: Annotated[int, typer.Option(min=2, max=6, help="Of swarm: parts of the model.")] = 3,
     data: Annotated[str, typer.Option(metavar="PATH", help="What to train on, or stdlib.")] = "stdlib",
@@ -356,6 +366,8 @@ def demo(
 ) -> None:
     """Watch a swarm of local processes train, lose a peer and gain one; ends with a verdict."""
     if algorithm == "swarm":
+        if inner_steps is not None:
+            raise UsageError("--inner-steps is not for swarm, whose stages make each step together")
         from peer.pipeline.demo import PipelineDemoOptions, run_pipeline_demo
 
         swarm = PipelineDemoOptions(peers=peers, stages=stages, steps=rounds or 60, data=data, keep=keep, json=as_json)
@@ -365,7 +377,7 @@ def demo(
     options = DemoOptions(
         peers=peers,
         rounds=rounds or 8,
-        inner_steps=inner_steps,
+        inner_steps=inner_steps or 100,
         algorithm=algorithm,
         data=data,
         keep=keep,

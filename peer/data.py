@@ -85,7 +85,8 @@ class Corpus:
                     raise DataError(f"{source} holds more than {MAX_BYTES} bytes of text", hint="pass a part of it")
                 texts["" if path == root else path.relative_to(root).as_posix()] = text
         if not texts:
-            raise DataError(f"{source} holds no readable text ({skipped} binary or unreadable files)")
+            reason = f"{skipped} of its files are binary or unreadable" if skipped else "it is empty"
+            raise DataError(f"{source} holds no readable text: {reason}")
         ends = np.cumsum([len(text) for text in texts.values()])
         joined = np.frombuffer(b"".join(texts.values()), dtype=np.uint8)
         return cls(joined, tuple(texts), tuple(int(end) for end in ends), skipped)

@@ -34,6 +34,10 @@ class HomeError(ShoalError):
     """The home directory, or a file in it, cannot be used."""
 
 
+class CheckpointError(ShoalError):
+    """A checkpoint cannot be written or read."""
+
+
 class HomeInUse(HomeError):
     """Another daemon uses the home."""
 

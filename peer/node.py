@@ -18,11 +18,12 @@ import trio
 from optim import OuterState
 from peer import checkpoint
 from peer.chain import Tip
-from peer.checkpoint import Checkpoint, CheckpointError
+from peer.checkpoint import Checkpoint
 from peer.divergence import DivergenceGuard
 from peer.events import EventLog
 from peer.exchange import perform
 from peer.history import History, Rules
+from peer.home import CheckpointError
 from peer.membership import Member, Membership
 from peer.pace import Speed, pace
 from peer.settings import Settings

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import attrs
 import torch
 
 from optim import FlatParameters, OuterState
@@ -13,14 +14,15 @@ from optim.swarm.stages import cut
 from optim.swarm.state import StageState, whole_state
 from peer.algorithm import PIPELINE
 from peer.chain import Header
-from peer.checkpoint import Checkpoint, CheckpointError
+from peer.checkpoint import Checkpoint
 from peer.checkpoint import load as load_checkpoint
 from peer.checkpoint import save as save_checkpoint
 from peer.history import History
-from peer.home import Home, HomeError, write_atomically
+from peer.home import CheckpointError, Home, HomeError, write_atomically
 from peer.manifest import Manifest, kept_manifest
 from peer.model import Transformer
 from peer.pipeline.tensors import dump, load
+from peer.settings import ModelSettings
 from peer.state import CommittedState
 from protocol.errors import ProtocolError, SettingsError
 
@@ -140,8 +142,10 @@ def cut_checkpoint(path: Path, manifest: Manifest, home: Home) -> None:
         raise HomeError(f"{home.path} is in a run already, and goes on with it", hint="use another --home")
     checkpoint, settings = load_checkpoint(path), manifest.settings
     model, local_steps = Transformer(settings.model, seed=settings.run.seed), int(settings.algorithm["local_steps"])
-    if checkpoint.settings.algorithm.name != PIPELINE or checkpoint.settings.model != settings.model:
-        raise CheckpointError(f"{path} is not of a run of stages with this model", hint="`shoal export` writes such")
+    if (other := checkpoint.settings.algorithm.name) != PIPELINE:
+        raise CheckpointError(f"{path} is of a run with the algorithm {other}, which has no stages")
+    if checkpoint.settings.model != settings.model:
+        raise CheckpointError(f"{path} is of another model: {_differences(checkpoint.settings.model, settings.model)}")
     # A step has another number of local steps now, perhaps: the schedule of learning rates goes on where it was.
     done = checkpoint.state.header.revision * int(checkpoint.settings.algorithm["local_steps"])
     step = max(1, done // local_steps)
@@ -160,6 +164,11 @@ def cut_checkpoint(path: Path, manifest: Manifest, home: Home) -> None:
         names = [name for name, _ in stage.model.named_parameters()]
         values = {name: whole[name] for name in names}
         files.save(number, StageState(step, values, _part(moments, names), outer=_part(outer, names)))
+
+
+def _differences(theirs: ModelSettings, ours: ModelSettings) -> str:
+    pairs = zip(attrs.asdict(theirs).items(), attrs.astuple(ours), strict=True)
+    return ", ".join(f"{name} {value}, not {here}" for (name, value), here in pairs if value != here)
 
 
 def _part(

@@ -15,9 +15,9 @@ from optim.swarm.ledger import Ledger
 from optim.swarm.server import StageServer
 from optim.swarm.state import Form, StageState
 from optim.swarm.trainer import Settings as TrainerSettings
-from peer.checkpoint import CheckpointError
 from peer.divergence import DivergenceGuard
 from peer.events import EventLog
+from peer.home import CheckpointError
 from peer.node import Compute
 from peer.pipeline.audit import ledgers_told
 from peer.pipeline.copies import Copies

@@ -19,7 +19,7 @@ async def test_two_homes_without_a_public_peer_are_told_what_to_start(internet, 
             host.namespace.run(*join, "--home", tmp_path / host.name)
         said = str(ended.value)
         assert "exited with 3: " in said
-        assert "none of the 1 known peers of this run can be reached: all have private addresses only" in said
+        assert "the only known peer of this run cannot be reached: all have private addresses only" in said
         assert "start `shoal serve`" in said
     await net_swarm.until(lambda: founder.recording.of("isolated") != [])
     reason = founder.recording.last("isolated").text("reason")

@@ -7,8 +7,9 @@ from safetensors import safe_open
 
 from optim import FlatParameters, OuterState
 from peer import checkpoint
-from peer.checkpoint import Checkpoint, CheckpointError
+from peer.checkpoint import Checkpoint
 from peer.data import Corpus
+from peer.home import CheckpointError
 from peer.model import Transformer
 from peer.settings import ModelSettings, Settings
 from peer.state import CommittedState

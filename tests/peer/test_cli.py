@@ -123,6 +123,11 @@ def test_python_m_peer():
         ["start", "--algorithm", "powersgd"],
         ["start", "--constant", "fragments"],
         ["start", "--constant", "fragments=2"],
+        ["start", "--no-serve"],
+        ["start", "--from", "a.safetensors"],
+        ["start", "--algorithm", "swarm", "--no-serve", "--from", "a.safetensors"],
+        ["start", "--wait-for", "65"],
+        ["demo", "--algorithm", "swarm", "--inner-steps", "5"],
         ["init", "--algorithm", "eager", "--outer-lr", "0.9"],
         ["init", "--heads", "3"],
         ["init", "--check"],
@@ -501,10 +506,17 @@ def checkpoint(monkeypatch):
     monkeypatch.setitem(sys.modules, "peer.trainer", trainer)
 
 
+def test_sample_of_a_stage(shoal, home, checkpoint, monkeypatch):
+    monkeypatch.setattr(sys.modules["peer.checkpoint"], "load_latest", lambda directory: None)
+    home.checkpoints.mkdir(exist_ok=True)
+    (home.checkpoints / "stage-0000-0000000010.safetensors").touch()
+    assert "`shoal export`" in shoal("sample").stderr
+
+
 def test_sample(shoal, home, checkpoint):
     result = shoal("sample")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: there is no checkpoint in")
+    assert result.stderr.startswith("error: there is no checkpoint of a whole model in")
     (home.checkpoints / "000001").touch()
     assert shoal("sample", "--prompt", "ab", "--length", 2).stdout == "ab�[2J�abab\n"
     report = json.loads(shoal("sample", "--prompt", "a", "--length", 1, "--json").stdout)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from optim.swarm.state import whole_state
-from peer.checkpoint import CheckpointError, load
+from peer.checkpoint import load
 from peer.data import Corpus
-from peer.home import Home, HomeError
+from peer.home import CheckpointError, Home, HomeError
 from peer.manifest import Manifest, settings_from
 from peer.pipeline.files import StageFiles, cut_checkpoint, export_model
 from peer.pipeline.reference import make_servers, make_step
@@ -118,7 +118,7 @@ def test_what_does_not_belong_to_a_run_is_refused(peers, tmp_path):
     path = exported(manifest, servers, homes)
     fresh = Home(tmp_path / "fresh")
     for other, match in (
-        (manifest_of(2, model={"layers": 2, "width": 32, "heads": 2, "context": 16}), "not of a run of stages with"),
+        (manifest_of(2, model={"layers": 2, "width": 32, "heads": 2, "context": 16}), "another model: .*layers"),
         (manifest_of(2, run={"rounds": STEPS}), f"be step {STEPS}, and the run has {STEPS}"),
     ):
         with pytest.raises(CheckpointError, match=match):
@@ -126,6 +126,9 @@ def test_what_does_not_belong_to_a_run_is_refused(peers, tmp_path):
         assert list(fresh.checkpoints.iterdir()) == []
     with pytest.raises(CheckpointError, match="not a usable checkpoint"):
         cut_checkpoint(homes[0].manifest, manifest_of(1), fresh)
+    stage, *_ = homes[0].checkpoints.glob("stage-*")
+    with pytest.raises(CheckpointError, match="one stage of a model"):
+        cut_checkpoint(stage, manifest_of(1), fresh)
     with pytest.raises(HomeError, match="is in a run already"):
         cut_checkpoint(path, manifest_of(1), homes[0])
 
