@@ -24,8 +24,10 @@ MAX_MEMBERS = 4096
 """Most members of one plan. A plan of that size still fits a message."""
 
 MAX_REVISION = 2**63 - 1
-MAX_ATTEMPT = 2**20
-"""Far above what a round can need; a peer that claims more than half of it is not believed."""
+MAX_ATTEMPT = 2**63 - 1
+MAX_JUMP = 2**20
+"""How far a number that others tell may be above the one that we know, if we are to go on from there: far above what
+there can be a need for, and too little for liars to use up all numbers."""
 
 MAX_SALVAGED = 2**10
 """Most parts that a plan takes over from earlier ones."""
@@ -242,7 +244,7 @@ class Plan:
         digest = hashlib.sha256(b"shoal-plan-v1")
         digest.update(self.run + struct.pack(">H", len(tag)) + tag)
         digest.update(struct.pack(">Q", self.revision) + self.base)
-        digest.update(struct.pack(">II", self.attempt, self.rank) + self.coordinator)
+        digest.update(struct.pack(">QI", self.attempt, self.rank) + self.coordinator)
         digest.update(struct.pack(">I", len(self.members)) + b"".join(self.members))
         digest.update(struct.pack(f">{len(self.weights)}d", *(weight + 0.0 for weight in self.weights)))
         digest.update(struct.pack(">QH", self.length, len(codec)) + codec)

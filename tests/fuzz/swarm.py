@@ -19,7 +19,7 @@ from protocol.candidates import Candidate
 from protocol.coordinator import Coordinator, RoundTimes, Send, View
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
-from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, Source
+from protocol.plan import MAX_ATTEMPT, MAX_JUMP, NO_BALLOT, Ballot, Plan, Source
 from protocol.rates import Partner, Rates
 from protocol.round_messages import Propose
 from protocol.salvage import Holding, Span
@@ -327,7 +327,7 @@ def _rates(choices: Choices, peers: list[PeerId]) -> Rates:
 
 
 def _ballot(choices: Choices, peers: list[PeerId]) -> Ballot:
-    return Ballot(choices.of((0, 1, 2, 3, MAX_ATTEMPT // 2, MAX_ATTEMPT)), choices.number(4), choices.of(peers))
+    return Ballot(choices.of((0, 1, 2, 3, MAX_JUMP, MAX_ATTEMPT)), choices.number(4), choices.of(peers))
 
 
 def acceptor(data: bytes) -> None:

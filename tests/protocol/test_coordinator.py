@@ -9,7 +9,7 @@ from protocol.candidates import Candidate
 from protocol.collective import Window
 from protocol.coordinator import Aborted, Announce, Coordinator
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, MAX_JUMP, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Queued, Redirect
 from protocol.wire import decode, encode
 from tests.protocol.coordinating import BASE, OTHER, PEERS, RUN, TIMES, US, A, B, C, D, Table, sent
@@ -329,15 +329,38 @@ def test_attempts_go_past_every_ballot_that_was_heard_of():
     assert table.plan.attempt == 8
 
 
-def test_liars_cannot_use_up_the_attempts():
-    table = Table(live=[US, A])
-    table.ready(US)
-    table.ready(A, heard=Ballot(MAX_ATTEMPT, 0, B))
+@pytest.mark.parametrize("claim", [MAX_JUMP + 1, MAX_ATTEMPT - 1, MAX_ATTEMPT])
+def test_liars_cannot_use_up_the_attempts(claim):
+    table = Table(live=[US, A, B])
+    table.ready(US, B)
+    table.ready(A, heard=Ballot(claim, 0, C))
     table.poll()
-    assert table.plan.attempt == 1
+    assert (table.plan.attempt, set(table.plan.members)) == (1, {US, B})
     table.complete(A, plan=attrs.evolve(table.plan, attempt=9))
     table.poll()
     assert table.core.holder is None
+
+
+def test_members_that_a_liar_has_made_promise_a_lot_go_on_from_there():
+    """Each of them has accepted some of its plans, one further ahead than the other."""
+    table = Table(live=[US, A, B, C])
+    table.ready(US, heard=Ballot(2**40, 0, D))
+    table.ready(A, heard=Ballot(2**40 + 5, 0, D))
+    table.ready(B, heard=Ballot(2**50, 0, D))
+    table.ready(C)
+    table.poll()
+    assert (table.plan.attempt, set(table.plan.members)) == (2**40 + 6, {US, A})
+
+
+def test_a_refusal_tells_where_to_go_on_but_not_how_far_away_that_is():
+    table = Table(live=[US, A, B])
+    table.ready(US, A, B)
+    table.poll()
+    table.accept(US)
+    for peer, promised in ((A, 7), (B, MAX_ATTEMPT - 1)):
+        table.core.rejected(peer, table.plan.ballot, Ballot(promised, 0, C))
+    table.poll()
+    assert (table.plan.attempt, set(table.plan.members)) == (8, {US, A})
 
 
 def test_over_when_all_have_the_result():
@@ -495,9 +518,9 @@ def test_a_refusing_member_gets_another_chance_and_is_left_out_in_the_end():
     table.start(US, A, B)
     for number in range(3):
         assert set(table.plan.members) == {US, A, B}
+        assert table.plan.attempt > 10 * number
         table.core.rejected(A, table.plan.ballot, Ballot(10 * number + 10, 0, D))
         table.poll()
-        assert table.plan.attempt > 10 * number + 10
     assert set(table.plan.members) == {US, B}
 
 

@@ -315,11 +315,11 @@ def test_records_of_the_dht():
 
 
 def test_plan_ids():
-    assert PLAN.id.hex() == "867dd5b9bcdcc7eca3960a7cc372f15bbe0d1fccf9bdcf84692b0903bd432206"
-    assert attrs.evolve(PLAN, tag="tag").id.hex() == "ff50c9aa8d51a2da84dd8ac6d7228971db4134533f21a4ab726d372fbda88db9"
-    assert GATHERING.id.hex() == "102611a02160eb0305737c1e3df7412d0b788585280d7e17e01f84dd9692d777"
-    assert UNEQUAL.id.hex() == "b3a48dfeb2a50fbfefbea1bf5bc56d22d2dd815d0b16b030a011854d4f379577"
-    assert swap_id(PLAN).hex() == "93a417fa0e79f88c01bf8f844e3f8d8bb9685741f461838146476d78d1e4d9b0"
+    assert PLAN.id.hex() == "ec9f8cac580b7d772726890ba3e5b37c608b0e02b97dd6b28537f75b12912656"
+    assert attrs.evolve(PLAN, tag="tag").id.hex() == "7bbc050e980512ea924e237e7a3636b33464f3ff025212e8a57df3b732c910c0"
+    assert GATHERING.id.hex() == "125a89781d2d2a746091cc17e68a2b35dcfbc124a6b35ee006ab2c67f96535eb"
+    assert UNEQUAL.id.hex() == "c2c197fbb5d11827277ecb921ab12e2574c54447685abee641c78dd1891f385d"
+    assert swap_id(PLAN).hex() == "0c49870c6bc28cd2dbd7b57d68ea9be84a7e29e2a15ae462f0d099ec9578318b"
 
 
 def test_handshake_and_records_with_fixed_keys():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import attrs
 import pytest
@@ -12,8 +12,8 @@ import trio
 from protocol.codecs import ErrorFeedback, make_codec
 from protocol.coordinator import Coordinator, Send
 from protocol.errors import PeerGone, ShoalError
-from protocol.plan import NO_BALLOT, NO_DIGEST, coordinators
-from protocol.round_messages import GatherBlock, Propose, Queued, Ready, RingData
+from protocol.plan import MAX_ATTEMPT, NO_BALLOT, NO_DIGEST, coordinators
+from protocol.round_messages import GatherBlock, Halt, Propose, Queued, Ready, RingData
 from protocol.weights import SIZE
 
 
@@ -109,6 +109,53 @@ async def test_a_coordinator_that_mixes_up_signatures_does_not_make_a_round(auto
                     await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(50)), others)
             nursery.cancel_scope.cancel()
         assert lies
+
+
+@pytest.mark.parametrize("attempt", [2**20, MAX_ATTEMPT - 1, MAX_ATTEMPT])
+@pytest.mark.parametrize("way", ["plan", "halt"])
+async def test_a_coordinator_that_uses_up_the_attempts_does_not_end_the_run(
+    autojump_clock, swarm_of, monkeypatch, attempt, way
+):
+    """It proposes a plan that leaves no room for others', or halts one, and dies of it."""
+    async with swarm_of(4) as swarm:
+        liar = swarm.peers[2]
+        propose, told = Coordinator._propose, trio.Event()
+
+        def far_ahead(self, now, view):
+            propose(self, now, view)
+            if self._peer == liar.id and self.plan is not None and len(self.plan.members) > 1:
+                told.set()
+                liar.jam_ring(after=0)
+                if way == "plan":
+                    self.plan = attrs.evolve(self.plan, attempt=attempt)
+                    said = Propose(self.plan)
+                else:
+                    said = Halt(attrs.evolve(self.plan.ballot, attempt=attempt))
+                self._actions += [Send(peer, said) for peer in self.plan.members]
+                self._actions = [one for one in self._actions if isinstance(one, Send) and one.message == said]
+
+        monkeypatch.setattr(Coordinator, "_propose", far_ahead)
+        others = [peer for peer in swarm.peers if peer is not liar]
+        outcomes = {}
+        async with trio.open_nursery() as nursery:
+
+            async def live():
+                with suppress(ShoalError):
+                    while True:
+                        await liar.collective.barrier()
+
+            async def die():
+                await told.wait()
+                await trio.sleep(1)  # it is heard
+                swarm.kill(liar)
+
+            nursery.start_soon(live)
+            nursery.start_soon(die)
+            with trio.fail_after(300):
+                while not told.is_set():
+                    outcomes = await swarm.together(lambda peer: peer.collective.barrier(), others)
+        assert {outcome.members for outcome in outcomes.values()} == {next(iter(outcomes.values())).members}
+        assert set(outcomes[others[0]].members) == {peer.id for peer in others}
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "gather"])
