@@ -10,10 +10,13 @@ import torch
 import trio
 
 from protocol.codecs import ErrorFeedback, make_codec
+from protocol.collective import Window
 from protocol.coordinator import Coordinator, Send
 from protocol.errors import PeerGone, ShoalError
-from protocol.plan import MAX_ATTEMPT, NO_BALLOT, NO_DIGEST, coordinators
-from protocol.round_messages import GatherBlock, Halt, Propose, Queued, Ready, RingData
+from protocol.identity import PeerId
+from protocol.plan import MAX_ATTEMPT, MAX_REVISION, NO_BALLOT, NO_DIGEST, coordinators
+from protocol.round_messages import Ahead, GatherBlock, Halt, Propose, Queued, Ready, RingData
+from protocol.rounds import Rounds
 from protocol.weights import SIZE
 
 
@@ -190,6 +193,38 @@ async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be
             took = trio.current_time() - begun
             nursery.cancel_scope.cancel()
         assert took < 2 * (times.grace + times.slack) + times.attempt(length, 6) + 5
+
+
+@pytest.mark.parametrize("window", [None, Window(quorum=2, grace=1.0)])
+async def test_who_says_that_all_operations_are_over_does_not_end_them(autojump_clock, swarm_of, monkeypatch, window):
+    """Others may count from there on, but they can still do so."""
+    liars: list[PeerId] = []
+
+    def lying(original):
+        async def answer(rounds, request, stream):
+            if rounds._endpoint.peer_id in liars:
+                return Ahead(MAX_REVISION, liars.pop())
+            return await original(rounds, request, stream)
+
+        return answer
+
+    monkeypatch.setattr(Rounds, "_on_ready", lying(Rounds._on_ready))
+    monkeypatch.setattr(Rounds, "_on_open", lying(Rounds._on_open))
+    async with swarm_of(4) as swarm:
+        others = [peer for peer in swarm.peers if peer.number != 2]
+
+        async def together(peers):
+            return await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(5), window=window), peers)
+
+        await together(swarm.peers)
+        liars.append(swarm.peers[2].id)
+        with trio.fail_after(300):
+            while liars:
+                await together(others)
+            for _ in range(10):
+                outcomes = await together(others)
+        assert len({outcome.plan.id for outcome in outcomes.values()}) == 1
+        assert {len(outcome.contributors) for outcome in outcomes.values()} == {3}
 
 
 async def test_strangers_wait_for_no_tag(autojump_clock, swarm_of):

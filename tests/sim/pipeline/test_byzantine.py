@@ -158,3 +158,19 @@ async def test_ledgers(autojump_clock, swarm_of, ledger):
 
         service.server.freeze = freeze
         await ends(swarm, liar)
+
+
+@pytest.mark.parametrize("attempt", [1 << 20, 1 << 47])
+async def test_attempts(autojump_clock, swarm_of, attempt):
+    """Whoever says once that so many settlements of a step have failed leaves room for others."""
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=1) as swarm:
+        service = await served(swarm, swarm.peers[1])
+        honest = service.server.freeze
+
+        def freeze():
+            honest()
+            service.server.attempt, service.server.freeze = attempt, honest
+            return {}
+
+        service.server.freeze = freeze
+        await ends(swarm, swarm.peers[1])
