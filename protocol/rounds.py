@@ -40,6 +40,7 @@ from protocol.kinds import NO_TERMS, Terms
 from protocol.leadership import Leadership
 from protocol.member import LeftOut, Member, Redirected, Work
 from protocol.metering import Meter
+from protocol.news import LOOKAHEAD, News
 from protocol.pairs import Pairing
 from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
 from protocol.results import Results
@@ -66,9 +67,6 @@ from protocol.watch import received
 from protocol.wire import Message
 
 __all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
-
-_LOOKAHEAD = 2
-"""A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
 
 _MAX_REDIRECTS = 16
 
@@ -131,8 +129,7 @@ class Rounds:
         self._attempts: dict[int, Attempt] = {}  # by revision, while we take part
         self._rounds: dict[int, Leadership] = {}
         self._results = Results(endpoint, run_id, tag, settings)
-        self._heard: tuple[int, PeerId] | None = None
-        self._news = trio.Event()
+        self._news = News(roster)
         self._sessions = 0
         self.handlers: dict[type, Handler] = {
             Ready: self._on_ready,
@@ -178,7 +175,7 @@ class Rounds:
         self._results.clear()
         self._contributor.reset()
         self._swapper.reset()
-        self._heard = None
+        self._news.forget()
         self._branch.leave()
         for leadership in self._rounds.values():
             leadership.close()
@@ -188,7 +185,7 @@ class Rounds:
     @property
     def heard(self) -> tuple[int, PeerId] | None:
         """The newest revision that some live member says it holds, and that member."""
-        return self._heard if self._heard is not None and self._heard[1] in self._roster.partners() else None
+        return self._news.heard
 
     def opened(self, revision: int) -> float | None:
         """Until when (trio's clock) this peer should be ready for the round that makes `revision`.
@@ -517,14 +514,10 @@ class Rounds:
                 patience=lambda: self._carrying.reducing,
                 regulars=lambda: self._results.before(revision),
                 base=lambda: self._branch.digest(revision - 1),
-                notify=self._spread_news,
+                notify=self._news.spread,
                 aborted=self._report_attempt,
             )
         return self._rounds[revision]
-
-    def _spread_news(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
 
     # What others ask.
 
@@ -536,26 +529,19 @@ class Rounds:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
         return self._branch.tip
 
-    def _hear(self, revision: int, peer: PeerId, tip: int) -> None:
-        """A peer holds this revision, or says so. Of much later ones we learn otherwise, with proof."""
-        heard = self.heard
-        if revision < tip + _LOOKAHEAD and peer in self._roster.partners() and (heard is None or revision > heard[0]):
-            self._heard = (revision, peer)
-            self._spread_news()
-
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
         tip = self._check_request(stream.peer)
         if request.weight > self._max_weight:
             raise ProtocolError(f"a weight of {request.weight:g}; in this run {self._max_weight:g} is the most")
         if request.operation == "gather" and request.length > self._max_block:
             raise ProtocolError(f"a block of {request.length} bytes; in this run {self._max_block} is the most")
-        self._hear(request.revision - 1, stream.peer, tip)
+        self._news.hear(request.revision - 1, stream.peer, tip)
         ours = self._branch.digest(request.revision - 1)
         if ours not in (None, request.base):
             return Forked(ours)
         if request.revision <= self.finished:
             return Ahead(self.finished, self._endpoint.peer_id)
-        if request.revision > tip + _LOOKAHEAD:
+        if request.revision > tip + LOOKAHEAD:
             raise RequestRefused(f"this peer holds revision {tip} only", code="behind")
         problem = self._signatures.problem(
             stream.peer, request.revision, request.base, request.weight, request.signature
@@ -571,12 +557,12 @@ class Rounds:
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
         tip = self._check_request(stream.peer)
-        self._hear(request.revision - 1, stream.peer, tip)
+        self._news.hear(request.revision - 1, stream.peer, tip)
         if self._branch.digest(request.revision - 1) not in (None, request.base):
             raise RequestRefused("this peer's state is another one", code="fork")
         if request.revision <= self.finished:
             return Ahead(self.finished, self._endpoint.peer_id)
-        if request.revision > tip + _LOOKAHEAD:
+        if request.revision > tip + LOOKAHEAD:
             return Late()
         answer = self._leadership(request.revision).announced(stream.peer, request.remaining)
         return Late() if answer == Noted() and tip < request.revision - 1 else answer
