@@ -19,7 +19,7 @@ from protocol.identity import PeerId
 from protocol.kinds import Terms
 from protocol.operation import Operation
 from protocol.pairs import Pairing
-from protocol.plan import NO_DIGEST
+from protocol.plan import NO_DIGEST, Plan
 from protocol.roster import Roster
 from protocol.rounds import Rounds
 from protocol.swap import Swap
@@ -30,6 +30,16 @@ Group = Collection[PeerId] | None
 
 MOST_MISSED = 1 << 32
 """Bytes of results that were missed, and are kept for who asks for them, of all tags and groups together."""
+
+
+@attrs.frozen
+class _Late:
+    """What it takes to go on with an operation that others have finished without us."""
+
+    missed: list[Reduced]
+    """Results that are to be given to who has called it."""
+    heard: Callable[[Plan], bool]
+    """Whether most of the result of a plan has the values that it brings."""
 
 
 class AsyncCollective:
@@ -125,23 +135,24 @@ class AsyncCollective:
         missed: list[Reduced] = []
         if window is not None:
             missed = self._missed.setdefault((tag, checked_group(group)), missed)
-        known: int | None = None  # results of before this operation, which do not have its values
+        followed: set[bytes] = set()  # plans for which these values are brought, and not those of an earlier call
+
+        def heard(plan: Plan) -> bool:
+            return plan.includes(self._peer, followed)
 
         async def act(rounds: Rounds, number: int) -> Reduced:
-            nonlocal known
-            known = len(missed) if known is None else known
-            if len(missed) > known and missed[-1].plan.includes(self._peer):
+            if missed and heard(missed[-1].plan):
                 reduced = attrs.evolve(missed.pop(), counted=True)  # our line broke when all had what we bring
             else:
-                vector = await _flat(values)
-                reduced = await rounds.all_reduce(number, vector, weight, terms=Terms.of("all_reduce", window))
-                if window is not None and weight > 0 and self._peer not in reduced.members:
+                vector, terms = await _flat(values), Terms.of("all_reduce", window)
+                reduced = await rounds.all_reduce(number, vector, weight, terms=terms, followed=followed)
+                if window is not None and weight > 0 and reduced.plan.id not in followed:
                     raise Behind(self._peer, number)  # the result is kept here
             earlier = tuple(missed)
             missed.clear()
             return attrs.evolve(reduced, shapes=shapes_of(values), missed=earlier)
 
-        return self._start(act, group, tag, timeout, window, None if window is None else missed)
+        return self._start(act, group, tag, timeout, window, None if window is None else _Late(missed, heard))
 
     def start_exchange(
         self,
@@ -192,7 +203,7 @@ class AsyncCollective:
         tag: str,
         timeout: float | None,
         window: Window | None = None,
-        missed: list[Reduced] | None = None,
+        late: _Late | None = None,
     ) -> Operation[_T]:
         if self._channels.nursery is None:
             raise RoundAborted("the collective is not running")
@@ -201,7 +212,7 @@ class AsyncCollective:
         async def work(operation: Operation[_T]) -> _T:
             await turn.wait()
             rounds = await self._channels.get(tag, members, window)
-            return await self._carry_out(operation, act, rounds, missed)
+            return await self._carry_out(operation, act, rounds, late)
 
         async def run() -> None:
             try:
@@ -226,7 +237,7 @@ class AsyncCollective:
         operation: Operation[Any],
         act: Callable[[Rounds, int], Awaitable[_T]],
         rounds: Rounds,
-        missed: list[Reduced] | None,
+        late: _Late | None,
     ) -> _T:
         """Takes part in the first operation that others have not finished without us; fetches what they have made."""
         first = rounds.finished + 1
@@ -236,18 +247,18 @@ class AsyncCollective:
             try:
                 outcome = await act(rounds, number)
             except Behind as behind:
-                if missed is None:
+                if late is None:
                     rounds.committed(max(number, behind.revision), NO_DIGEST)
                 else:
-                    await self._catch_up(rounds, number, behind, missed)
+                    await self._catch_up(rounds, number, behind, late)
             except Fork:  # there are no states here: somebody lies, and is passed over from now on
                 await trio.lowlevel.checkpoint()
             else:
                 rounds.committed(outcome.number, NO_DIGEST)
-                skipped = outcome.number - first if missed is None and first > 1 else 0
+                skipped = outcome.number - first if late is None and first > 1 else 0
                 return attrs.evolve(outcome, skipped=skipped)
 
-    async def _catch_up(self, rounds: Rounds, number: int, behind: Behind, missed: list[Reduced]) -> None:
+    async def _catch_up(self, rounds: Rounds, number: int, behind: Behind, late: _Late) -> None:
         """Fetches the results that we have missed, from this one on.
 
         Raises:
@@ -268,12 +279,12 @@ class AsyncCollective:
             lost = kept > 0 and kept + reduced.mean.nbytes > MOST_MISSED
             if lost:
                 break
-            missed.append(reduced)
+            late.missed.append(reduced)
             rounds.committed(revision, NO_DIGEST)
-            if reduced.plan.includes(self._peer):  # that is what came of our operation; the next one fetches the rest
+            if late.heard(reduced.plan):  # that is what came of our operation; the next one fetches the rest
                 return
         if lost:  # with a state from elsewhere, the caller can take part in the next one
-            missed.clear()
+            late.missed.clear()
             rounds.committed(last, NO_DIGEST)
             raise behind
 

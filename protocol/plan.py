@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Literal, TypeAlias
 
 import attrs
@@ -114,6 +114,8 @@ class Part:
     stop: int
     members: tuple[PeerId, ...]
     weights: tuple[float, ...]
+    source: bytes | None = None
+    """The id of the plan that has reduced it, if that is an earlier one."""
 
 
 def _check_members(_plan: Plan, _attribute: attrs.Attribute[tuple[PeerId, ...]], members: tuple[PeerId, ...]) -> None:
@@ -304,7 +306,7 @@ class Plan:
             source = self.sources[salvaged.source]
             if position < salvaged.start:
                 parts.append(Part(position, salvaged.start, self.members, self.weights))
-            parts.append(Part(salvaged.start, salvaged.stop, source.members, source.weights))
+            parts.append(Part(salvaged.start, salvaged.stop, source.members, source.weights, source.plan))
             position = salvaged.stop
         if position < self.length:
             parts.append(Part(position, self.length, self.members, self.weights))
@@ -315,9 +317,14 @@ class Plan:
         """The members whose values count, but for salvaged parts."""
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
 
-    def includes(self, peer: PeerId) -> bool:
-        """Whether most of the result has a peer's values in it: salvaged parts may have other peers' than the rest."""
+    def includes(self, peer: PeerId, followed: Collection[bytes] | None = None) -> bool:
+        """Whether most of the result has a peer's values in it: salvaged parts may have other peers' than the rest.
+
+        `followed`: the ids of the plans for which it has brought these values, if it may have brought others before.
+        """
         parts = [part for part in self.parts if dict(zip(part.members, part.weights, strict=True)).get(peer)]
+        if followed is not None:
+            parts = [part for part in parts if (part.source or self.id) in followed]
         return 2 * sum(part.stop - part.start for part in parts) > self.length
 
     @property

@@ -229,6 +229,7 @@ class Rounds:
         digest: bytes = NO_DIGEST,
         part: str = "",
         terms: Terms = NO_TERMS,
+        followed: set[bytes] | None = None,
     ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
 
@@ -239,6 +240,7 @@ class Rounds:
             digest: Of the state that the values belong to, that is, revision - 1.
             part: Names what the values are a part of, if not all rounds are about the same values.
             terms: What else members have to agree on.
+            followed: Gets the ids of the plans for which the values are brought, whatever becomes of them.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
@@ -260,8 +262,9 @@ class Rounds:
         counted = False
         try:
             work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
+            work.followed = work.followed if followed is None else followed
             reduced = await self._take_part(work)
-            counted = reduced.plan.includes(self._endpoint.peer_id)
+            counted = reduced.plan.includes(self._endpoint.peer_id, work.followed)
         finally:
             self._contributor.finished(counted=counted)
         return attrs.evolve(reduced, counted=counted)
@@ -285,8 +288,10 @@ class Rounds:
             raise ValueError(f"a block has at most {self._max_block} bytes, not {size}")
         values = torch.empty(0, dtype=torch.uint8) if block is None else block
         offer = self._offer("gather", revision, size, weight, digest, terms)
-        reduced = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
-        return attrs.evolve(reduced, counted=self._endpoint.peer_id in reduced.contributors)
+        work = Work(values=values, offer=offer, started=trio.current_time())
+        reduced = await self._take_part(work)
+        counted = reduced.plan.id in work.followed and self._endpoint.peer_id in reduced.contributors
+        return attrs.evolve(reduced, counted=counted)
 
     async def exchange(
         self,

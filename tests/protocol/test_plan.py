@@ -213,13 +213,16 @@ def test_parts_say_whose_values_the_result_is_made_of():
     one = plan(sources=(SOURCE,), salvaged=(Salvaged(0, 2, 0, (0,)), Salvaged(4, 9, 0, (0, 1))))
     rest = (one.members, one.weights)
     assert one.parts == (
-        Part(0, 2, SOURCE.members, SOURCE.weights),
+        Part(0, 2, SOURCE.members, SOURCE.weights, SOURCE.plan),
         Part(2, 4, *rest),
-        Part(4, 9, SOURCE.members, SOURCE.weights),
+        Part(4, 9, SOURCE.members, SOURCE.weights, SOURCE.plan),
         Part(9, 10, *rest),
     )
     assert one.heaviest == 3.0
     assert plan().parts == (Part(0, 10, *rest),)
+    assert one.includes(peer(3))
+    assert one.includes(peer(3), {SOURCE.plan})
+    assert not one.includes(peer(3), {one.id})
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,29 @@ async def test_of_each_operation_there_is_one_result_though_nobody_waits(autojum
         await swarm.together(life)
         assert {number: len(found) for number, found in plans.items() if len(found) > 1} == {}
         await swarm.rest()
+
+
+async def test_what_a_call_that_was_given_up_has_brought_is_not_taken_for_what_the_next_one_brings(
+    autojump_clock, swarm_of, monkeypatch
+):
+    """Others finish the operation with the first call's values, and its caller does not wait for that."""
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        original = Rounds._take_part
+
+        async def interrupted(rounds, work):
+            reduced = await original(rounds, work)
+            if work.values[0] == 2.0:
+                rounds._results.clear()  # it is only about to be complete here
+                await trio.sleep_forever()
+            return reduced
+
+        monkeypatch.setattr(Rounds, "_take_part", interrupted)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reduce, other, 4.0)
+            with trio.move_on_after(10):
+                await reduce(one, 2.0)
+        results = await swarm.together(lambda peer: reduce(peer, 8.0 if peer is one else 6.0))
+        assert [told(results[peer]) for peer in (one, other)] == [[(1, 3.0, 2), (2, 7.0, 2)], [(2, 7.0, 2)]]
+        assert results[one].counted
+        await swarm.rest()
