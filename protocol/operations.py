@@ -32,14 +32,14 @@ MOST_MISSED = 1 << 32
 """Bytes of results that were missed, and are kept for who asks for them, of all tags and groups together."""
 
 
-@attrs.frozen
-class _Late:
-    """What it takes to go on with an operation that others have finished without us."""
+@attrs.define(eq=False)
+class _Past:
+    """What has come of the operations of one tag and group."""
 
-    missed: list[Reduced]
-    """Results that are to be given to who has called it."""
-    heard: Callable[[Plan], bool]
-    """Whether most of the result of a plan has the values that it brings."""
+    last: int | None = None
+    """The number of the last one that has given a result to its caller; None before the first in which we took part."""
+    missed: list[Reduced] = attrs.field(factory=list)
+    """With a window: results that are here, and not yet given to who asks for them."""
 
 
 class AsyncCollective:
@@ -64,8 +64,7 @@ class AsyncCollective:
     ) -> None:
         self._channels = Channels(endpoint, run_id, roster, settings or ChannelSettings())
         self._peer = endpoint.peer_id
-        self._missed: dict[tuple[str, frozenset[PeerId] | None], list[Reduced]] = {}
-        """Results that we have fetched, and not yet given to who asks for them, by tag and group."""
+        self._pasts: dict[Rounds, _Past] = {}
         self._operations = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -132,17 +131,17 @@ class AsyncCollective:
         window: Window | None = None,
     ) -> Operation[Reduced]:
         """Starts `all_reduce`."""
-        missed: list[Reduced] = []
-        if window is not None:
-            missed = self._missed.setdefault((tag, checked_group(group)), missed)
         followed: set[bytes] = set()  # plans for which these values are brought, and not those of an earlier call
 
         def heard(plan: Plan) -> bool:
             return plan.includes(self._peer, followed)
 
         async def act(rounds: Rounds, number: int) -> Reduced:
-            if missed and heard(missed[-1].plan):
-                reduced = attrs.evolve(missed.pop(), counted=True)  # our line broke when all had what we bring
+            missed = self._pasts[rounds].missed
+            if missed and missed[-1].counted:
+                reduced = missed.pop()  # our line broke when all had what we bring
+            elif window is not None and rounds.tip < number - 1:
+                raise Behind(self._peer, number - 1)  # a call was given up when its result was here
             else:
                 vector, terms = await _flat(values), Terms.of("all_reduce", window)
                 reduced = await rounds.all_reduce(number, vector, weight, terms=terms, followed=followed)
@@ -152,7 +151,7 @@ class AsyncCollective:
             missed.clear()
             return attrs.evolve(reduced, shapes=shapes_of(values), missed=earlier)
 
-        return self._start(act, group, tag, timeout, window, None if window is None else _Late(missed, heard))
+        return self._start(act, group, tag, timeout, window, None if window is None else heard)
 
     def start_exchange(
         self,
@@ -203,7 +202,7 @@ class AsyncCollective:
         tag: str,
         timeout: float | None,
         window: Window | None = None,
-        late: _Late | None = None,
+        heard: Callable[[Plan], bool] | None = None,
     ) -> Operation[_T]:
         if self._channels.nursery is None:
             raise RoundAborted("the collective is not running")
@@ -212,7 +211,7 @@ class AsyncCollective:
         async def work(operation: Operation[_T]) -> _T:
             await turn.wait()
             rounds = await self._channels.get(tag, members, window)
-            return await self._carry_out(operation, act, rounds, late)
+            return await self._carry_out(operation, act, rounds, heard)
 
         async def run() -> None:
             try:
@@ -237,37 +236,45 @@ class AsyncCollective:
         operation: Operation[Any],
         act: Callable[[Rounds, int], Awaitable[_T]],
         rounds: Rounds,
-        late: _Late | None,
+        heard: Callable[[Plan], bool] | None,
     ) -> _T:
-        """Takes part in the first operation that others have not finished without us; fetches what they have made."""
-        first = rounds.finished + 1
+        """Takes part in the first operation that others have not finished without us; fetches what they have made.
+
+        `heard`, with a window: whether most of the result of a plan has the values that we bring now.
+        """
+        past = self._pasts.setdefault(rounds, _Past())
+        if past.last is None and rounds.made:  # what came of that, nobody has heard who called it
+            past.last = rounds.made - 1
         while True:
             number = rounds.finished + 1
             operation.measure = partial(rounds.progress, number)
             try:
                 outcome = await act(rounds, number)
             except Behind as behind:
-                if late is None:
+                if heard is None:
                     rounds.committed(max(number, behind.revision), NO_DIGEST)
                 else:
-                    await self._catch_up(rounds, number, behind, late)
+                    await self._catch_up(rounds, behind, past.missed, heard)
             except Fork:  # there are no states here: somebody lies, and is passed over from now on
                 await trio.lowlevel.checkpoint()
             else:
                 rounds.committed(outcome.number, NO_DIGEST)
-                skipped = outcome.number - first if late is None and first > 1 else 0
-                return attrs.evolve(outcome, skipped=skipped)
+                last, past.last = past.last, outcome.number
+                return attrs.evolve(outcome, skipped=0 if heard or last is None else outcome.number - last - 1)
 
-    async def _catch_up(self, rounds: Rounds, number: int, behind: Behind, late: _Late) -> None:
-        """Fetches the results that we have missed, from this one on.
+    async def _catch_up(
+        self, rounds: Rounds, behind: Behind, missed: list[Reduced], heard: Callable[[Plan], bool]
+    ) -> None:
+        """Fetches the results that we have missed.
 
         Raises:
             Behind: They are not kept any more, or are too many. We go on with the operation after those.
             ShoalError: They cannot be had now. What is here already remains.
         """
-        last = max(number, behind.revision)
-        lost = last - number >= rounds.kept
-        for revision in range(number, number if lost else last + 1):
+        first = rounds.tip + 1
+        last = max(first, behind.revision)
+        lost = last - first >= rounds.kept
+        for revision in range(first, first if lost else last + 1):
             try:
                 reduced = await rounds.fetch_result(behind.peer, revision)
             except RequestRefused as refused:
@@ -279,18 +286,18 @@ class AsyncCollective:
             lost = kept > 0 and kept + reduced.mean.nbytes > MOST_MISSED
             if lost:
                 break
-            late.missed.append(reduced)
+            missed.append(attrs.evolve(reduced, counted=heard(reduced.plan)))
             rounds.committed(revision, NO_DIGEST)
-            if late.heard(reduced.plan):  # that is what came of our operation; the next one fetches the rest
+            if missed[-1].counted:  # that is what came of our operation; the next one fetches the rest
                 return
         if lost:  # with a state from elsewhere, the caller can take part in the next one
-            late.missed.clear()
+            missed.clear()
             rounds.committed(last, NO_DIGEST)
             raise behind
 
     @property
     def _missed_bytes(self) -> int:
-        return sum(reduced.mean.nbytes for missed in self._missed.values() for reduced in missed)
+        return sum(reduced.mean.nbytes for past in self._pasts.values() for reduced in past.missed)
 
 
 async def _finished(operation: Operation[_T]) -> _T:

@@ -124,7 +124,8 @@ class Rounds:
         )
         self._nursery: trio.Nursery | None = None
         self._branch = Branch()
-        self._made = 0  # the newest revision that was made with us
+        self.made = 0
+        """The newest revision that was made with us."""
         self._offered: Offer | None = None
         self._attempts: dict[int, Attempt] = {}  # by revision, while we take part
         self._rounds: dict[int, Leadership] = {}
@@ -355,7 +356,7 @@ class Rounds:
             operation=operation,
             signature=self._signatures.sign(revision, digest, float(weight)),
             terms=terms,
-            late=self._made < revision - 1,
+            late=self.made < revision - 1,
             max_weight=self._max_weight,
             max_block=self._max_block,
         )
@@ -371,10 +372,7 @@ class Rounds:
 
     async def _take_part(self, work: Work) -> Reduced:
         try:
-            reduced = await self._find_result(work)
-            if self._endpoint.peer_id in reduced.members:
-                self._made = work.offer.revision
-            return reduced
+            return await self._find_result(work)
         finally:
             self._attempts.pop(work.offer.revision, None)
 
@@ -483,6 +481,8 @@ class Rounds:
 
     def _keep(self, reduced: Reduced) -> None:
         self._results.keep(reduced)
+        if self._endpoint.peer_id in reduced.members:
+            self.made = max(self.made, reduced.plan.revision)
         if reduced.plan.revision in self._rounds:
             self._rounds[reduced.plan.revision].finished()
 
@@ -495,9 +495,14 @@ class Rounds:
         self._report(attempt_event(plan, reason))
 
     @property
+    def tip(self) -> int:
+        """The newest revision that is committed; -1 before the first."""
+        return -1 if self._branch.tip is None else self._branch.tip
+
+    @property
     def finished(self) -> int:
         """The newest revision that is complete here, committed or not."""
-        return max(-1 if self._branch.tip is None else self._branch.tip, self._results.newest)
+        return max(self.tip, self._results.newest)
 
     @property
     def kept(self) -> int:

@@ -209,3 +209,56 @@ async def test_what_a_call_that_was_given_up_has_brought_is_not_taken_for_what_t
         assert [told(results[peer]) for peer in (one, other)] == [[(1, 3.0, 2), (2, 7.0, 2)], [(2, 7.0, 2)]]
         assert results[one].counted
         await swarm.rest()
+
+
+def hold_up(peer, number, monkeypatch):
+    """The peer's operation of this number does not return when its result is there."""
+    original = Rounds._take_part
+
+    async def held_up(rounds, work):
+        reduced = await original(rounds, work)
+        if rounds._endpoint is peer.endpoint and work.offer.revision == number:
+            await trio.sleep_forever()
+        return reduced
+
+    monkeypatch.setattr(Rounds, "_take_part", held_up)
+
+
+@pytest.mark.parametrize("window", [WINDOW, None])
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_result_that_was_here_when_its_call_was_given_up_comes_with_the_next_one(
+    autojump_clock, swarm_of, monkeypatch, number, window
+):
+    """Without a window, the next one says that there is one of which nobody knows what came."""
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        hold_up(one, number, monkeypatch)
+        results = {one: [], other: []}
+        for value in (1.0, 2.0, 3.0):
+            outcomes = await swarm.together(
+                lambda peer, value=value: peer.collective.all_reduce(torch.full((3,), value), window=window, timeout=20)
+            )
+            for peer, outcome in outcomes.items():
+                results[peer] += [outcome] if not isinstance(outcome, RequestTimeout) else []
+        everything = [(1, 1.0, 2), (2, 2.0, 2), (3, 3.0, 2)]
+        assert [one for result in results[other] for one in told(result)] == everything
+        if window is None:
+            del everything[number - 1]
+        assert [one for result in results[one] for one in told(result)] == everything
+        skipped = {result.number: result.skipped for result in results[one] if result.skipped}
+        assert skipped == ({} if window else {number + 1: 1})
+        await swarm.rest()
+
+
+async def test_what_was_skipped_is_told_though_a_call_was_given_up_meanwhile(autojump_clock, swarm_of):
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        await swarm.together(lambda peer: reduce(peer, 1.0, None))
+        for _ in range(3):
+            await reduce(other, 2.0, None)
+        with pytest.raises(RequestTimeout):
+            await one.collective.all_reduce(torch.ones(3), timeout=3)
+        await trio.sleep(1)  # until the others know
+        results = await swarm.together(lambda peer: reduce(peer, 3.0, None))
+        assert [(results[peer].number, results[peer].skipped) for peer in (one, other)] == [(5, 3), (5, 0)]
+        await swarm.rest()
