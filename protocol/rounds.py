@@ -199,12 +199,12 @@ class Rounds:
         leadership = self._rounds.get(revision)
         return None if leadership is None else leadership.opened
 
-    async def wait_opened(self, revision: int) -> float:
-        """Waits until others are ready for the round that makes `revision`; see `opened`."""
-        while (deadline := self.opened(revision)) is None:
-            await self._news.wait()
+    async def due(self, revision: int) -> None:
+        """Returns when this peer should be ready for the round that makes `revision`, as others are; see `opened`."""
         await trio.lowlevel.checkpoint()
-        return deadline
+        while (deadline := self.opened(revision)) is None or trio.current_time() < deadline:
+            with trio.move_on_at(math.inf if deadline is None else deadline):
+                await self._news.wait()
 
     def statistics(self) -> RoundStatistics:
         """What is going on."""
