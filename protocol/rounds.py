@@ -241,7 +241,7 @@ class Rounds:
             digest: Of the state that the values belong to, that is, revision - 1.
             part: Names what the values are a part of, if not all rounds are about the same values.
             terms: What else members have to agree on.
-            followed: Gets the ids of the plans for which the values are brought, whatever becomes of them.
+            followed: Gets the ids of the plans for which these values are brought; None: other ones never were.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
@@ -260,14 +260,16 @@ class Rounds:
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
             offer, encoded = attrs.evolve(offer, weight=0.0, signature=None), memoryview(b"")
-        counted = False
+        work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
+        if followed is not None:
+            work.followed = followed
         try:
-            work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
-            work.followed = work.followed if followed is None else followed
             reduced = await self._take_part(work)
-            counted = reduced.plan.includes(self._endpoint.peer_id, work.followed)
-        finally:
-            self._contributor.finished(counted=counted)
+        except BaseException:
+            self._contributor.left(revision, followed)
+            raise
+        counted = reduced.plan.includes(self._endpoint.peer_id, followed)
+        self._contributor.finished(counted=counted)
         return attrs.evolve(reduced, counted=counted)
 
     async def gather(
@@ -590,7 +592,9 @@ class Rounds:
         kept = self._results.get(revision)
         if kept is not None and base in (None, kept.plan.base):  # fetched before we knew that the round is over for us
             await trio.lowlevel.checkpoint()
-            return kept
-        reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, peer, length))
-        self._keep(reduced)
+            reduced = kept
+        else:
+            reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, peer, length))
+            self._keep(reduced)
+        self._contributor.heard(reduced.plan, self._endpoint.peer_id)
         return reduced

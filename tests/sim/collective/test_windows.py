@@ -9,6 +9,7 @@ import torch
 import trio
 
 from protocol import operations
+from protocol.codecs import ErrorFeedback, make_codec
 from protocol.collective import Window
 from protocol.errors import Behind, RequestTimeout, ShoalError
 from protocol.rounds import Rounds
@@ -262,3 +263,35 @@ async def test_what_was_skipped_is_told_though_a_call_was_given_up_meanwhile(aut
         results = await swarm.together(lambda peer: reduce(peer, 3.0, None))
         assert [(results[peer].number, results[peer].skipped) for peer in (one, other)] == [(5, 3), (5, 0)]
         await swarm.rest()
+
+
+@pytest.mark.parametrize("ending", [lambda other: Behind(other.id, 1), None])
+async def test_what_a_lossy_codec_leaves_out_counts_once_though_the_result_is_only_heard_of(
+    autojump_clock, swarm_of, monkeypatch, ending
+):
+    """Either the call goes on after its line broke, or it is given up when all have what it brings."""
+    async with swarm_of(1, codec="int4") as swarm:
+        (one,) = swarm.peers
+        original, values = Rounds._take_part, torch.randn(300, generator=torch.Generator().manual_seed(1))
+
+        async def held_up(rounds, work):
+            reduced = await original(rounds, work)
+            if work.offer.revision == 1:
+                if ending is not None:
+                    raise ending(one)
+                await trio.sleep_forever()
+            return reduced
+
+        monkeypatch.setattr(Rounds, "_take_part", held_up)
+        results = []
+        while len(results) < 3:
+            with trio.move_on_after(20):
+                reduced = await one.collective.all_reduce(values, window=WINDOW)
+                results += [*reduced.missed, reduced]
+        feedback, codec = ErrorFeedback(make_codec("int4"), len(values)), make_codec("int4")
+        for reduced in results:
+            data, expected = bytearray(codec.encoded_size(len(values))), torch.empty(len(values))
+            feedback.encode(0, values, data)
+            codec.decode(data, expected)
+            feedback.commit()
+            assert torch.equal(reduced.mean, expected)
