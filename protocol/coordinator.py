@@ -365,6 +365,8 @@ class Coordinator:
             self.closes, self._enough = now + self._times.grace + self._times.slack, False
         if len(fit) >= self._times.quorum and not self._enough:
             self.closes, self._enough = min(self.closes, now + self._times.late + self._times.slack), True
+        for peer in [peer for peer in view.arriving if self._answers.get(peer) == "gone"]:
+            del self._answers[peer]  # only its connection was: it is asked again when it is back
         here = fit.keys() if self._fixed else self._candidates.keys()
         awaited = {peer for peer in view.expected - here - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):

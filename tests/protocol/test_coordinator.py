@@ -201,6 +201,20 @@ def test_if_fewer_than_a_quorum_are_there_all_of_them_are_enough():
     assert set(sent(table.poll(), Propose)) == {US, A}
 
 
+def test_who_was_gone_and_comes_back_is_asked_again():
+    """Its connection broke when it was asked."""
+    table = Table(live=[US, A])
+    table.ready(US)
+    assert table.poll() == [Announce(A)]
+    table.live, table.arriving = {US}, {A}
+    table.core.answered(A, "gone")
+    assert table.poll() == []
+    table.live, table.arriving = {US, A}, set()
+    assert table.poll() == [Announce(A)]
+    table.core.answered(A, "gone")
+    assert set(sent(table.poll(), Propose)) == {US}
+
+
 def test_members_that_vanish_are_not_waited_for():
     table = Table()
     table.ready(US, A)
