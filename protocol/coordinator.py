@@ -247,6 +247,8 @@ class Coordinator:
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""
+        if self.plan is not None and peer in self._candidates and peer in self.plan.members:
+            self._refuse(peer)  # it comes anew, so it has left what it was doing
         holdings = () if heard == NO_BALLOT else candidate.holdings
         self._candidates[peer] = attrs.evolve(candidate, holdings=holdings, promised=heard.attempt)
 
@@ -267,8 +269,11 @@ class Coordinator:
     def rejected(self, peer: PeerId, ballot: Ballot, promised: Ballot) -> None:
         self._promised(peer, promised)
         if self.plan is not None and ballot == self.plan.ballot:
-            self._refused.add(peer)
-            self._refusals[peer] += 1
+            self._refuse(peer)
+
+    def _refuse(self, peer: PeerId) -> None:
+        self._refused.add(peer)
+        self._refusals[peer] += 1
 
     def _promised(self, peer: PeerId, ballot: Ballot) -> None:
         """Our attempts have to go past this one if that peer is to take part."""

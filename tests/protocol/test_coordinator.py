@@ -538,6 +538,18 @@ def test_a_refusing_member_gets_another_chance_and_is_left_out_in_the_end():
     assert set(table.plan.members) == {US, B}
 
 
+def test_who_comes_anew_while_a_plan_is_out_is_in_the_next_one():
+    """Its call was given up, and it makes another; or its connection was replaced."""
+    table = Table()
+    first = table.start(US, A, B)
+    for number in range(3):
+        table.ready(A, heard=table.plan.ballot)
+        table.poll()
+        assert table.plan.attempt == first.attempt + number + 1
+        table.accept(US, A, B)
+        assert set(table.plan.members) == ({US, A, B} if number < 2 else {US, B})
+
+
 def test_attempts_end_even_if_each_fails():
     table = Table()
     table.start(*PEERS)
