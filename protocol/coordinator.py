@@ -247,8 +247,9 @@ class Coordinator:
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""
-        if self.plan is not None and peer in self._candidates and peer in self.plan.members:
-            self._refuse(peer)  # it comes anew, so it has left what it was doing
+        members = self.plan.members if self.plan is not None and peer in self._candidates else ()
+        if peer in members and len(members) > 1:
+            self._refuse(peer)  # it comes anew, so it has left what it was doing, and the others wait for it
         holdings = () if heard == NO_BALLOT else candidate.holdings
         self._candidates[peer] = attrs.evolve(candidate, holdings=holdings, promised=heard.attempt)
 
