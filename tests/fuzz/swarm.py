@@ -346,13 +346,15 @@ def acceptor(data: bytes) -> None:
                 sender = plan.coordinator if choices.number(3) else choices.of(peers)
                 if member.accept(plan, offer, sender) is None:
                     assert plan.ballot > given_up
+                    assert plan.attempt <= before.attempt + MAX_JUMP
                     assert peers[0] in plan.members
                     given_up = before
                     plans.append(plan)
             case 2:
                 ballot = _ballot(choices, peers)
                 member.renounce(ballot)
-                given_up = given_up if member.completed else max(given_up, ballot)
+                if not member.completed:  # what is too far ahead is not given up, but what is being done all the same
+                    given_up = max(given_up, ballot if ballot.attempt <= before.attempt + MAX_JUMP else before)
             case 3 if plans:
                 plan = choices.of(plans)
                 if member.complete(plan):
