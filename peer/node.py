@@ -329,7 +329,7 @@ class Node:
 
     async def _until_deadline(self, revision: int, scope: trio.CancelScope) -> None:
         """Cancels `scope` when the others, being ready for the round, will wait no longer."""
-        await trio.sleep_until(await self.rounds.wait_opened(revision))
+        await self.rounds.due(revision)
         scope.cancel()
 
     async def _until_left_behind(self, scope: trio.CancelScope) -> None:

@@ -4,6 +4,7 @@ Rules of a member:
 1. It accepts a plan only if the plan's ballot is higher than every ballot it has accepted or renounced before.
 2. By accepting a plan, or by renouncing, it gives up all lower ballots for good: it never completes them afterwards.
 3. Once it has completed a plan it accepts no other, and says so.
+4. It neither accepts nor renounces what is more than `MAX_JUMP` attempts ahead of that, lest a liar use up the numbers.
 
 Why that is enough. A member can complete ballot b only with the data of every member of b, in whose sums all of them
 take part (a plan always leaves something to be summed, see `protocol.salvage`), so all of them have accepted b. A later
@@ -23,7 +24,7 @@ import attrs
 from protocol.codecs import CodecName
 from protocol.identity import PeerId
 from protocol.kinds import NO_TERMS, Kind, Terms
-from protocol.plan import MAX_BLOCK, MAX_WEIGHT, NO_BALLOT, Ballot, Operation, Plan
+from protocol.plan import MAX_BLOCK, MAX_JUMP, MAX_WEIGHT, NO_BALLOT, Ballot, Operation, Plan
 from protocol.salvage import Holding, missing
 
 
@@ -121,10 +122,14 @@ class Acceptor:
         return None
 
     def renounce(self, ballot: Ballot) -> None:
-        """Gives up all ballots up to this one. Nothing happens if the round is complete here."""
+        """Gives up the plan, if its ballot is none above this one, and all up to this one, if it is not too far ahead.
+
+        Nothing happens if the round is complete here.
+        """
         if self.completed:
             return
-        self.promised = max(self.promised, ballot)
+        if not self._ahead(ballot):
+            self.promised = max(self.promised, ballot)
         if self.plan is not None and self.plan.ballot <= ballot:
             self.plan = None
 
@@ -139,6 +144,9 @@ class Acceptor:
         """The complete result of a plan was fetched from another peer, after our own attempts had been given up."""
         self.plan, self.completed = plan, True
 
+    def _ahead(self, ballot: Ballot) -> bool:
+        return ballot.attempt - self.promised.attempt > MAX_JUMP
+
     def _problem(self, plan: Plan, offer: Offer, coordinator: PeerId, holdings: Collection[Holding]) -> str | None:
         if self.completed:
             return "the round is complete here"
@@ -148,6 +156,8 @@ class Acceptor:
             return "the plan is another coordinator's"
         if plan.ballot <= self.promised:
             return "a higher ballot has been accepted"
+        if self._ahead(plan.ballot):
+            return "nobody can have made so many attempts"
         if plan.base != offer.base:
             return "the plan builds on another state"
         if plan.codec != offer.codec:

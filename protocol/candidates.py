@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import attrs
@@ -11,7 +11,7 @@ import attrs
 from protocol.codecs import CodecName
 from protocol.identity import PeerId
 from protocol.kinds import NO_TERMS, Brought, Kind, Terms, agreed
-from protocol.plan import Operation
+from protocol.plan import MAX_ATTEMPT, MAX_JUMP, Operation
 from protocol.rates import UNKNOWN, Rates
 from protocol.salvage import Holding
 
@@ -37,6 +37,12 @@ class Candidate:
     terms: Terms = NO_TERMS
     late: bool = False
     """It has missed the round before."""
+    promised: int = 0
+    """The highest attempt of which it says that it accepts nothing more."""
+
+    def follows(self, attempt: int) -> bool:
+        """Whether it can accept a plan of this attempt; see `protocol.ballots`."""
+        return self.promised < attempt <= self.promised + MAX_JUMP
 
     @property
     def kind(self) -> Kind:
@@ -66,6 +72,17 @@ def kind_of(candidates: Mapping[PeerId, Candidate], ours: PeerId, *, fixed: bool
 def total_length(fit: Mapping[PeerId, Candidate], kind: Kind) -> int:
     """The length of a plan for candidates of one kind."""
     return sum(candidate.length for candidate in fit.values()) if kind.operation == "gather" else kind.length
+
+
+def next_attempt(candidates: Collection[Candidate], last: int) -> int | None:
+    """The lowest attempt after the last one that as many candidates as possible can follow; None if nobody can.
+
+    Whoever lies about what it has promised goes without, and so does who was made to promise a lot by a liar.
+    """
+    possible = sorted({max(candidate.promised, last) + 1 for candidate in candidates})
+    followers = {one: sum(each.follows(one) for each in candidates) for one in possible if one <= MAX_ATTEMPT}
+    best = max(followers, key=followers.__getitem__, default=None)
+    return best if best is not None and followers[best] else None
 
 
 def most_common(values: Iterable[_T]) -> _T:

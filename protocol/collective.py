@@ -55,8 +55,8 @@ class Outcome:
     counted: bool = True
     """Whether what we brought to a reduction or a gather is in the result. It need not be: see `members`."""
     skipped: int = 0
-    """How many operations of its tag and group others have finished without us since our last one, and we do not know
-    what came of. With a window, see `Reduced.missed`."""
+    """How many operations of its tag and group are over since our last result, and we do not know what came of: others
+    have finished them without us, or we had given them up. With a window, see `Reduced.missed`."""
 
     @property
     def number(self) -> int:
@@ -88,7 +88,8 @@ class Reduced(Outcome):
     shapes: tuple[torch.Size, ...] = ()
     """Of the tensors that were averaged."""
     missed: tuple[Reduced, ...] = ()
-    """What others have made without us since our last operation, if it has a window; the oldest first."""
+    """What has come of operations since our last result, if they have a window: of those that others have made without
+    us, and of those that we had given up. The oldest first."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

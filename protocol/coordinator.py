@@ -24,13 +24,12 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, gt
 
-from protocol.candidates import Candidate, brought, kind_of, most_common, total_length
+from protocol.candidates import Candidate, brought, kind_of, most_common, next_attempt, total_length
 from protocol.codecs import block_of, encoded_size
 from protocol.collective import Window
 from protocol.identity import PeerId
 from protocol.kinds import Brought, Kind, agreed
 from protocol.plan import (
-    MAX_ATTEMPT,
     MAX_LENGTH,
     MAX_WEIGHT,
     NO_BALLOT,
@@ -190,7 +189,7 @@ class Coordinator:
         self._max_weight, self._fixed = max_weight, fixed
         self._actions: list[Action] = []
         self._candidates: dict[PeerId, Candidate] = {}
-        self._heard = 0
+        self._attempt = 0  # the last one
         self.plan: Plan | None = None
         self.closes: float | None = None
         """When the window closes; None before it opens."""
@@ -248,10 +247,11 @@ class Coordinator:
 
     def ready(self, peer: PeerId, candidate: Candidate, heard: Ballot) -> None:
         """A peer is ready, and has accepted no higher ballot than `heard`: if none at all, it can hold nothing."""
-        if heard == NO_BALLOT:
-            candidate = attrs.evolve(candidate, holdings=())
-        self._candidates[peer] = candidate
-        self._hear(heard)
+        members = self.plan.members if self.plan is not None and peer in self._candidates else ()
+        if peer in members and len(members) > 1:
+            self._refuse(peer)  # it comes anew, so it has left what it was doing, and the others wait for it
+        holdings = () if heard == NO_BALLOT else candidate.holdings
+        self._candidates[peer] = attrs.evolve(candidate, holdings=holdings, promised=heard.attempt)
 
     def gone(self, peer: PeerId) -> None:
         """A ready peer's stream has ended."""
@@ -265,17 +265,21 @@ class Coordinator:
     def accepted(self, peer: PeerId, ballot: Ballot) -> None:
         if self.plan is not None and ballot == self.plan.ballot:
             self._accepted.add(peer)
+            self._promised(peer, ballot)
 
     def rejected(self, peer: PeerId, ballot: Ballot, promised: Ballot) -> None:
-        self._hear(promised)
+        self._promised(peer, promised)
         if self.plan is not None and ballot == self.plan.ballot:
-            self._refused.add(peer)
-            self._refusals[peer] += 1
+            self._refuse(peer)
 
-    def _hear(self, ballot: Ballot) -> None:
-        """Our attempts have to go past this one; but a liar must not use up the numbers."""
-        if ballot.attempt <= MAX_ATTEMPT // 2:
-            self._heard = max(self._heard, ballot.attempt)
+    def _refuse(self, peer: PeerId) -> None:
+        self._refused.add(peer)
+        self._refusals[peer] += 1
+
+    def _promised(self, peer: PeerId, ballot: Ballot) -> None:
+        """Our attempts have to go past this one if that peer is to take part."""
+        if peer in self._candidates:
+            self._candidates[peer] = attrs.evolve(self._candidates[peer], promised=ballot.attempt)
 
     def failed(self, peer: PeerId, ballot: Ballot, suspect: PeerId, progress: int, now: float) -> None:
         """A member cannot go on, and blames a neighbour."""
@@ -367,6 +371,8 @@ class Coordinator:
             self.closes, self._enough = now + self._times.grace + self._times.slack, False
         if len(fit) >= self._times.quorum and not self._enough:
             self.closes, self._enough = min(self.closes, now + self._times.late + self._times.slack), True
+        for peer in [peer for peer in view.arriving if self._answers.get(peer) == "gone"]:
+            del self._answers[peer]  # only its connection was: it is asked again when it is back
         here = fit.keys() if self._fixed else self._candidates.keys()
         awaited = {peer for peer in view.expected - here - self._blamed if self._answers.get(peer) != "gone"}
         for peer in sorted(awaited - self._answers.keys() - {self._peer}):
@@ -410,25 +416,28 @@ class Coordinator:
     def _propose(self, now: float, view: View) -> None:
         previous = self.plan
         fit = self._fit(view)
-        if not fit or self._heard >= MAX_ATTEMPT:
+        attempt = next_attempt(fit.values(), self._attempt)
+        if attempt is None:
             self._release(previous, fit)
             self._reset()  # nobody is left to blame or to plan for: whoever comes next starts afresh
             return
         if not self._fixed and self._kind is None and not self._decide():
             return
+        self._blamed |= {peer for peer in fit if not fit[peer].follows(attempt)}
+        fit = {peer: candidate for peer, candidate in fit.items() if candidate.follows(attempt)}
         kind = next(iter(fit.values())).kind
         operation, length = kind.operation, total_length(fit, kind)
         lines = self._lines(fit, kind, length)
         members = lines.members
         holdings = {peer: fit[peer].holdings for peer in members if operation == "reduce"}
         sources, salvaged = salvage(members, holdings, length, self._max_weight, block_of(kind.codec))
-        self._heard += 1
+        self._attempt = attempt
         simplest = Plan(
             run=self._run,
             tag=self._tag,
             revision=self._revision,
             base=self.base,
-            attempt=self._heard,
+            attempt=attempt,
             rank=view.rank,
             coordinator=self._peer,
             members=members,

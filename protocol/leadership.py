@@ -55,7 +55,7 @@ class Leadership:
         patience: How long a round waits for members that are late; see `View`.
         regulars: The members of the last round, and when that was over here.
         base: The digest of our own state before the round; None while we are not there yet.
-        notify: Called when the round's window opens.
+        notify: Called when the round's window opens, or turns out to close earlier.
         aborted: Called when an attempt that we coordinate fails, with the reason.
     """
 
@@ -389,6 +389,8 @@ class Leadership:
             await trio.sleep(times.poll)
 
     def _open_until(self, deadline: float) -> None:
-        if self.opened is None:
+        """Somebody says how long it waits. Who goes on first is right, and nobody waits longer than we would."""
+        deadline = min(deadline, trio.current_time() + self._times.grace)
+        if self.opened is None or deadline < self.opened:
             self.opened = deadline
             self._notify()

@@ -22,7 +22,7 @@ from protocol.coordinator import RoundTimes
 from protocol.errors import Behind, Fork, Overloaded, PeerGone, ProtocolError, RequestTimeout, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.kinds import Brought
-from protocol.plan import Ballot, Plan
+from protocol.plan import MAX_JUMP, Ballot, Plan
 from protocol.rates import Rates
 from protocol.round_messages import (
     Accepted,
@@ -208,7 +208,8 @@ class Member:
                     raise Redirected(message)
                 case Ahead(revision, holder):
                     await self._take_over(holder)
-                    raise Behind(holder, max(revision, self._work.offer.revision))
+                    ours = self._work.offer.revision
+                    raise Behind(holder, min(max(revision, ours), ours + MAX_JUMP))
                 case Misfits(brought):
                     raise LeftOut(self._line.peer, brought)
                 case Forked(base):

@@ -6,6 +6,7 @@ the collective operations alone; a training run has its own members (`peer.membe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Annotated
 
@@ -24,7 +25,8 @@ from protocol.wire import message
 MAX_KNOWN = 256
 """Peers that are remembered, or told of at a time."""
 
-_PERIOD = 2.0  # seconds between attempts to connect to those who are missing
+_PERIOD = 2.0  # seconds after which whoever could not be connected is dialled again; twice as long each time
+_LONGEST = 8.0  # at most
 _ATTEMPTS = 10  # in vain, after which a peer is forgotten
 _RETURN = 1.0  # seconds in which one that was lost is connected again, if it was our connections only that broke
 _RETURN_WOKEN = 3.0  # the same if it is certain that they did
@@ -56,6 +58,19 @@ class MeshWelcome:
     others: Others
 
 
+@attrs.define(eq=False)
+class _Search:
+    """For somebody who is not connected."""
+
+    due: float = -math.inf
+    """When to dial the next time."""
+    failures: int = 0
+
+    def failed(self) -> None:
+        pause = min(_PERIOD * 2.0**self.failures, _LONGEST)
+        self.failures, self.due = self.failures + 1, trio.current_time() + pause
+
+
 class Mesh:
     """Keeps connections to all members. Implements `Roster`; `run` must run.
 
@@ -66,10 +81,11 @@ class Mesh:
     """
 
     def __init__(self, endpoint: Endpoint, run_id: bytes, first: Sequence[Address] = ()) -> None:
-        self._endpoint, self._run, self._first = endpoint, run_id, first
-        self._members: set[PeerId] = set()
+        self._endpoint, self._run = endpoint, run_id
+        self._members: dict[PeerId, float] = {}  # since when
         self._greeting: set[PeerId] = set()
-        self._missing: dict[PeerId, int] = {}  # attempts to connect so far
+        self._first = {address: _Search() for address in first}
+        self._missing: dict[PeerId, _Search] = {}
         self._returning: dict[PeerId, float] = {}  # until when they may be back in a moment
         self._found: dict[Address, PeerId] = {}
         self._doubted: dict[PeerId, float] = {}  # until when
@@ -99,7 +115,7 @@ class Mesh:
             unknown = known.peer not in self.members and known.peer not in self._missing
             if unknown and known.addresses and len(self._missing) < MAX_KNOWN:
                 self._endpoint.learn(known.peer, *known.addresses)
-                self._missing[known.peer] = 0
+                self._missing[known.peer] = _Search()
         self._tell()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -129,12 +145,12 @@ class Mesh:
 
     def arriving(self) -> Collection[PeerId]:
         if self._members and not self.woken():
-            return self._greeting - self._members
+            return self._greeting - self._members.keys()
         # Whoever has lost everybody has perhaps been away itself. The others may have gone on: one of them will say so.
         # Of several that were stopped together, each still has the others, so it takes a look at the clock to know.
         now = trio.current_time()
         returning = {peer for peer, until in self._returning.items() if until > now}
-        return self._greeting.union(returning) - self._members
+        return self._greeting.union(returning) - self._members.keys()
 
     def woken(self) -> bool:
         return self._awake.lately
@@ -169,19 +185,21 @@ class Mesh:
         return MeshWelcome(others)
 
     def _others(self, peer: PeerId) -> tuple[Known, ...]:
-        members = sorted(self._members - {peer})[:MAX_KNOWN]
+        members = sorted(self._members.keys() - {peer})[:MAX_KNOWN]
         return tuple(Known(member, self._endpoint.addresses(member)[:8]) for member in members)
 
     def _learn(self, peer: PeerId, others: Sequence[Known]) -> None:
-        self._members.add(peer)
+        self._members.setdefault(peer, trio.current_time())
         self._missing.pop(peer, None)
         self._returning.pop(peer, None)
         self.meet(others)
 
     def _lose(self, peer: PeerId) -> None:
         if peer in self._members:
-            self._members.remove(peer)
-            self._missing[peer] = 0
+            # At once, unless it comes and goes.
+            self._missing[peer] = _Search(due=self._members.pop(peer) + _PERIOD)
+            if len(self._missing) > MAX_KNOWN:
+                self._forget(next(iter(self._missing)))
             self._returning[peer] = trio.current_time() + (_RETURN_WOKEN if self.woken() else _RETURN)
             self._tell()
 
@@ -192,34 +210,43 @@ class Mesh:
     async def _seek(self, nursery: trio.Nursery) -> None:
         """Connects to those who are missing, again and again."""
         while True:
-            targets: list[PeerId | Address] = [address for address in self._first if not self._is_found(address)]
-            for target in targets + list(self._missing):
-                if target not in self._dialling:
+            searches: dict[PeerId | Address, _Search] = {}
+            searches.update(self._missing.items())
+            searches.update((address, one) for address, one in self._first.items() if not self._is_found(address))
+            now = trio.current_time()
+            for target, search in searches.items():
+                if target not in self._dialling and search.due <= now:
                     self._dialling.add(target)
-                    nursery.start_soon(self._dial, target)
-            with trio.move_on_after(_PERIOD):
+                    nursery.start_soon(self._dial, target, search)
+            later = [search.due for search in searches.values() if search.due > now]
+            with trio.move_on_at(min([now + _PERIOD, *later])):
                 await self._changed.wait()
 
     def _is_found(self, address: Address) -> bool:
         peer = self._found.get(address)
         return peer is not None and (peer == self._endpoint.peer_id or self._endpoint.is_connected(peer))
 
-    async def _dial(self, target: PeerId | Address) -> None:
+    async def _dial(self, target: PeerId | Address, search: _Search) -> None:
+        search.due = trio.current_time() + _PERIOD  # at the earliest, whatever comes of it
         try:
             peer = await self._endpoint.connect(target)
         except ShoalError:
-            self._failed(target)
+            self._failed(target, search)
         else:
             if isinstance(target, Address):
-                self._found[target] = peer
+                self._found[target], search.failures = peer, 0
             elif peer not in self._members and peer not in self._greeting:
-                self._failed(target)  # it is there, but not for the run
+                self._failed(target, search)  # it is there, but not for the run
         finally:
             self._dialling.discard(target)
 
-    def _failed(self, target: PeerId | Address) -> None:
-        if isinstance(target, PeerId) and target in self._missing:
+    def _failed(self, target: PeerId | Address, search: _Search) -> None:
+        search.failed()
+        if isinstance(target, PeerId):
             self._returning.pop(target, None)
-            self._missing[target] += 1
-            if self._missing[target] >= _ATTEMPTS:
-                del self._missing[target]
+            if search.failures >= _ATTEMPTS and self._missing.get(target) is search:
+                self._forget(target)
+
+    def _forget(self, peer: PeerId) -> None:
+        del self._missing[peer]
+        self._returning.pop(peer, None)

@@ -19,7 +19,7 @@ from protocol.identity import PeerId
 from protocol.kinds import Terms
 from protocol.operation import Operation
 from protocol.pairs import Pairing
-from protocol.plan import NO_DIGEST
+from protocol.plan import NO_DIGEST, Plan
 from protocol.roster import Roster
 from protocol.rounds import Rounds
 from protocol.swap import Swap
@@ -30,6 +30,16 @@ Group = Collection[PeerId] | None
 
 MOST_MISSED = 1 << 32
 """Bytes of results that were missed, and are kept for who asks for them, of all tags and groups together."""
+
+
+@attrs.define(eq=False)
+class _Past:
+    """What has come of the operations of one tag and group."""
+
+    last: int | None = None
+    """The number of the last one that has given a result to its caller; None before the first in which we took part."""
+    missed: list[Reduced] = attrs.field(factory=list)
+    """With a window: results that are here, and not yet given to who asks for them."""
 
 
 class AsyncCollective:
@@ -54,8 +64,7 @@ class AsyncCollective:
     ) -> None:
         self._channels = Channels(endpoint, run_id, roster, settings or ChannelSettings())
         self._peer = endpoint.peer_id
-        self._missed: dict[tuple[str, frozenset[PeerId] | None], list[Reduced]] = {}
-        """Results that we have fetched, and not yet given to who asks for them, by tag and group."""
+        self._pasts: dict[Rounds, _Past] = {}
         self._operations = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -122,26 +131,27 @@ class AsyncCollective:
         window: Window | None = None,
     ) -> Operation[Reduced]:
         """Starts `all_reduce`."""
-        missed: list[Reduced] = []
-        if window is not None:
-            missed = self._missed.setdefault((tag, checked_group(group)), missed)
-        known: int | None = None  # results of before this operation, which do not have its values
+        followed: set[bytes] = set()  # plans for which these values are brought, and not those of an earlier call
+
+        def heard(plan: Plan) -> bool:
+            return plan.includes(self._peer, followed)
 
         async def act(rounds: Rounds, number: int) -> Reduced:
-            nonlocal known
-            known = len(missed) if known is None else known
-            if len(missed) > known and missed[-1].plan.includes(self._peer):
-                reduced = attrs.evolve(missed.pop(), counted=True)  # our line broke when all had what we bring
+            missed = self._pasts[rounds].missed
+            if missed and missed[-1].counted:
+                reduced = missed.pop()  # our line broke when all had what we bring
+            elif window is not None and rounds.tip < number - 1:
+                raise Behind(self._peer, number - 1)  # a call was given up when its result was here
             else:
-                vector = await _flat(values)
-                reduced = await rounds.all_reduce(number, vector, weight, terms=Terms.of("all_reduce", window))
-                if window is not None and weight > 0 and self._peer not in reduced.members:
+                vector, terms = await _flat(values), Terms.of("all_reduce", window)
+                reduced = await rounds.all_reduce(number, vector, weight, terms=terms, followed=followed)
+                if window is not None and weight > 0 and reduced.plan.id not in followed:
                     raise Behind(self._peer, number)  # the result is kept here
             earlier = tuple(missed)
             missed.clear()
             return attrs.evolve(reduced, shapes=shapes_of(values), missed=earlier)
 
-        return self._start(act, group, tag, timeout, window, None if window is None else missed)
+        return self._start(act, group, tag, timeout, window, None if window is None else heard)
 
     def start_exchange(
         self,
@@ -192,7 +202,7 @@ class AsyncCollective:
         tag: str,
         timeout: float | None,
         window: Window | None = None,
-        missed: list[Reduced] | None = None,
+        heard: Callable[[Plan], bool] | None = None,
     ) -> Operation[_T]:
         if self._channels.nursery is None:
             raise RoundAborted("the collective is not running")
@@ -201,7 +211,7 @@ class AsyncCollective:
         async def work(operation: Operation[_T]) -> _T:
             await turn.wait()
             rounds = await self._channels.get(tag, members, window)
-            return await self._carry_out(operation, act, rounds, missed)
+            return await self._carry_out(operation, act, rounds, heard)
 
         async def run() -> None:
             try:
@@ -226,37 +236,45 @@ class AsyncCollective:
         operation: Operation[Any],
         act: Callable[[Rounds, int], Awaitable[_T]],
         rounds: Rounds,
-        missed: list[Reduced] | None,
+        heard: Callable[[Plan], bool] | None,
     ) -> _T:
-        """Takes part in the first operation that others have not finished without us; fetches what they have made."""
-        first = rounds.finished + 1
+        """Takes part in the first operation that others have not finished without us; fetches what they have made.
+
+        `heard`, with a window: whether most of the result of a plan has the values that we bring now.
+        """
+        past = self._pasts.setdefault(rounds, _Past())
+        if past.last is None and rounds.made:  # what came of that, nobody has heard who called it
+            past.last = rounds.made - 1
         while True:
             number = rounds.finished + 1
             operation.measure = partial(rounds.progress, number)
             try:
                 outcome = await act(rounds, number)
             except Behind as behind:
-                if missed is None:
+                if heard is None:
                     rounds.committed(max(number, behind.revision), NO_DIGEST)
                 else:
-                    await self._catch_up(rounds, number, behind, missed)
+                    await self._catch_up(rounds, behind, past.missed, heard)
             except Fork:  # there are no states here: somebody lies, and is passed over from now on
                 await trio.lowlevel.checkpoint()
             else:
                 rounds.committed(outcome.number, NO_DIGEST)
-                skipped = outcome.number - first if missed is None and first > 1 else 0
-                return attrs.evolve(outcome, skipped=skipped)
+                last, past.last = past.last, outcome.number
+                return attrs.evolve(outcome, skipped=0 if heard or last is None else outcome.number - last - 1)
 
-    async def _catch_up(self, rounds: Rounds, number: int, behind: Behind, missed: list[Reduced]) -> None:
-        """Fetches the results that we have missed, from this one on.
+    async def _catch_up(
+        self, rounds: Rounds, behind: Behind, missed: list[Reduced], heard: Callable[[Plan], bool]
+    ) -> None:
+        """Fetches the results that we have missed.
 
         Raises:
             Behind: They are not kept any more, or are too many. We go on with the operation after those.
             ShoalError: They cannot be had now. What is here already remains.
         """
-        last = max(number, behind.revision)
-        lost = last - number >= rounds.kept
-        for revision in range(number, number if lost else last + 1):
+        first = rounds.tip + 1
+        last = max(first, behind.revision)
+        lost = last - first >= rounds.kept
+        for revision in range(first, first if lost else last + 1):
             try:
                 reduced = await rounds.fetch_result(behind.peer, revision)
             except RequestRefused as refused:
@@ -268,9 +286,9 @@ class AsyncCollective:
             lost = kept > 0 and kept + reduced.mean.nbytes > MOST_MISSED
             if lost:
                 break
-            missed.append(reduced)
+            missed.append(attrs.evolve(reduced, counted=heard(reduced.plan)))
             rounds.committed(revision, NO_DIGEST)
-            if reduced.plan.includes(self._peer):  # that is what came of our operation; the next one fetches the rest
+            if missed[-1].counted:  # that is what came of our operation; the next one fetches the rest
                 return
         if lost:  # with a state from elsewhere, the caller can take part in the next one
             missed.clear()
@@ -279,7 +297,7 @@ class AsyncCollective:
 
     @property
     def _missed_bytes(self) -> int:
-        return sum(reduced.mean.nbytes for missed in self._missed.values() for reduced in missed)
+        return sum(reduced.mean.nbytes for past in self._pasts.values() for reduced in past.missed)
 
 
 async def _finished(operation: Operation[_T]) -> _T:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Literal, TypeAlias
 
 import attrs
@@ -24,8 +24,10 @@ MAX_MEMBERS = 4096
 """Most members of one plan. A plan of that size still fits a message."""
 
 MAX_REVISION = 2**63 - 1
-MAX_ATTEMPT = 2**20
-"""Far above what a round can need; a peer that claims more than half of it is not believed."""
+MAX_ATTEMPT = 2**63 - 1
+MAX_JUMP = 2**20
+"""How far a number that others tell may be above the one that we know, if we are to go on from there: far above what
+there can be a need for, and too little for liars to use up all numbers."""
 
 MAX_SALVAGED = 2**10
 """Most parts that a plan takes over from earlier ones."""
@@ -112,6 +114,8 @@ class Part:
     stop: int
     members: tuple[PeerId, ...]
     weights: tuple[float, ...]
+    source: bytes | None = None
+    """The id of the plan that has reduced it, if that is an earlier one."""
 
 
 def _check_members(_plan: Plan, _attribute: attrs.Attribute[tuple[PeerId, ...]], members: tuple[PeerId, ...]) -> None:
@@ -246,7 +250,7 @@ class Plan:
         digest = hashlib.sha256(b"shoal-plan-v1")
         digest.update(self.run + struct.pack(">H", len(tag)) + tag)
         digest.update(struct.pack(">Q", self.revision) + self.base)
-        digest.update(struct.pack(">II", self.attempt, self.rank) + self.coordinator)
+        digest.update(struct.pack(">QI", self.attempt, self.rank) + self.coordinator)
         digest.update(struct.pack(">I", len(self.members)) + b"".join(self.members))
         digest.update(struct.pack(f">{len(self.weights)}d", *(weight + 0.0 for weight in self.weights)))
         digest.update(struct.pack(">QH", self.length, len(codec)) + codec)
@@ -306,7 +310,7 @@ class Plan:
             source = self.sources[salvaged.source]
             if position < salvaged.start:
                 parts.append(Part(position, salvaged.start, self.members, self.weights))
-            parts.append(Part(salvaged.start, salvaged.stop, source.members, source.weights))
+            parts.append(Part(salvaged.start, salvaged.stop, source.members, source.weights, source.plan))
             position = salvaged.stop
         if position < self.length:
             parts.append(Part(position, self.length, self.members, self.weights))
@@ -317,9 +321,14 @@ class Plan:
         """The members whose values count, but for salvaged parts."""
         return tuple(peer for peer, weight in zip(self.members, self.weights, strict=True) if weight > 0)
 
-    def includes(self, peer: PeerId) -> bool:
-        """Whether most of the result has a peer's values in it: salvaged parts may have other peers' than the rest."""
+    def includes(self, peer: PeerId, followed: Collection[bytes] | None = None) -> bool:
+        """Whether most of the result has a peer's values in it: salvaged parts may have other peers' than the rest.
+
+        `followed`: the ids of the plans for which it has brought these values, if it may have brought others before.
+        """
         parts = [part for part in self.parts if dict(zip(part.members, part.weights, strict=True)).get(peer)]
+        if followed is not None:
+            parts = [part for part in parts if (part.source or self.id) in followed]
         return 2 * sum(part.stop - part.start for part in parts) > self.length
 
     @property

@@ -108,7 +108,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Nothing is sent or received any more: frees all memory but that of the result."""
+        """It has failed, and has ended: frees all memory but that of the result, which a later attempt may use."""
 
     def slowest(self, source: int) -> int:
         """Number of segments that have come from everybody whose values are added to a neighbour's next ones."""

@@ -40,6 +40,7 @@ from protocol.kinds import NO_TERMS, Terms
 from protocol.leadership import Leadership
 from protocol.member import LeftOut, Member, Redirected, Work
 from protocol.metering import Meter
+from protocol.news import LOOKAHEAD, News
 from protocol.pairs import Pairing
 from protocol.plan import MAX_BLOCK, MAX_MEMBERS, MAX_REVISION, MAX_WEIGHT, NO_DIGEST, Operation, Plan, load
 from protocol.results import Results
@@ -66,9 +67,6 @@ from protocol.watch import received
 from protocol.wire import Message
 
 __all__ = ["RoundEvent", "RoundStatistics", "Rounds"]
-
-_LOOKAHEAD = 2
-"""A peer takes note of rounds up to this many revisions after its own state: it may be about to commit the first."""
 
 _MAX_REDIRECTS = 16
 
@@ -126,13 +124,13 @@ class Rounds:
         )
         self._nursery: trio.Nursery | None = None
         self._branch = Branch()
-        self._made = 0  # the newest revision that was made with us
+        self.made = 0
+        """The newest revision that was made with us."""
         self._offered: Offer | None = None
         self._attempts: dict[int, Attempt] = {}  # by revision, while we take part
         self._rounds: dict[int, Leadership] = {}
         self._results = Results(endpoint, run_id, tag, settings)
-        self._heard: tuple[int, PeerId] | None = None
-        self._news = trio.Event()
+        self._news = News(roster)
         self._sessions = 0
         self.handlers: dict[type, Handler] = {
             Ready: self._on_ready,
@@ -178,7 +176,7 @@ class Rounds:
         self._results.clear()
         self._contributor.reset()
         self._swapper.reset()
-        self._heard = None
+        self._news.forget()
         self._branch.leave()
         for leadership in self._rounds.values():
             leadership.close()
@@ -188,7 +186,7 @@ class Rounds:
     @property
     def heard(self) -> tuple[int, PeerId] | None:
         """The newest revision that some live member says it holds, and that member."""
-        return self._heard if self._heard is not None and self._heard[1] in self._roster.partners() else None
+        return self._news.heard
 
     def opened(self, revision: int) -> float | None:
         """Until when (trio's clock) this peer should be ready for the round that makes `revision`.
@@ -201,12 +199,12 @@ class Rounds:
         leadership = self._rounds.get(revision)
         return None if leadership is None else leadership.opened
 
-    async def wait_opened(self, revision: int) -> float:
-        """Waits until others are ready for the round that makes `revision`; see `opened`."""
-        while (deadline := self.opened(revision)) is None:
-            await self._news.wait()
+    async def due(self, revision: int) -> None:
+        """Returns when this peer should be ready for the round that makes `revision`, as others are; see `opened`."""
         await trio.lowlevel.checkpoint()
-        return deadline
+        while (deadline := self.opened(revision)) is None or trio.current_time() < deadline:
+            with trio.move_on_at(math.inf if deadline is None else deadline):
+                await self._news.wait()
 
     def statistics(self) -> RoundStatistics:
         """What is going on."""
@@ -232,6 +230,7 @@ class Rounds:
         digest: bytes = NO_DIGEST,
         part: str = "",
         terms: Terms = NO_TERMS,
+        followed: set[bytes] | None = None,
     ) -> Reduced:
         """Takes part in the round that makes `revision`, and returns when this peer holds the whole mean.
 
@@ -242,6 +241,7 @@ class Rounds:
             digest: Of the state that the values belong to, that is, revision - 1.
             part: Names what the values are a part of, if not all rounds are about the same values.
             terms: What else members have to agree on.
+            followed: Gets the ids of the plans for which these values are brought; None: other ones never were.
 
         Raises:
             Behind: Others finished the round without us; fetch its result (`fetch_result`) or the state.
@@ -258,13 +258,16 @@ class Rounds:
         except NotFinite as error:
             self._report(RoundEvent(event="contribution_dropped", round=revision, reason=str(error)))
             offer, encoded = attrs.evolve(offer, weight=0.0, signature=None), memoryview(b"")
-        counted = False
+        work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
+        if followed is not None:
+            work.followed = followed
         try:
-            work = Work(values=values, encoded=encoded, offer=offer, started=trio.current_time())
             reduced = await self._take_part(work)
-            counted = reduced.plan.includes(self._endpoint.peer_id)
-        finally:
-            self._contributor.finished(counted=counted)
+        except BaseException:
+            self._contributor.left(revision, followed)
+            raise
+        counted = reduced.plan.includes(self._endpoint.peer_id, followed)
+        self._contributor.finished(counted=counted)
         return attrs.evolve(reduced, counted=counted)
 
     async def gather(
@@ -286,8 +289,10 @@ class Rounds:
             raise ValueError(f"a block has at most {self._max_block} bytes, not {size}")
         values = torch.empty(0, dtype=torch.uint8) if block is None else block
         offer = self._offer("gather", revision, size, weight, digest, terms)
-        reduced = await self._take_part(Work(values=values, offer=offer, started=trio.current_time()))
-        return attrs.evolve(reduced, counted=self._endpoint.peer_id in reduced.contributors)
+        work = Work(values=values, offer=offer, started=trio.current_time())
+        reduced = await self._take_part(work)
+        counted = reduced.plan.id in work.followed and self._endpoint.peer_id in reduced.contributors
+        return attrs.evolve(reduced, counted=counted)
 
     async def exchange(
         self,
@@ -353,7 +358,7 @@ class Rounds:
             operation=operation,
             signature=self._signatures.sign(revision, digest, float(weight)),
             terms=terms,
-            late=self._made < revision - 1,
+            late=self.made < revision - 1,
             max_weight=self._max_weight,
             max_block=self._max_block,
         )
@@ -369,10 +374,7 @@ class Rounds:
 
     async def _take_part(self, work: Work) -> Reduced:
         try:
-            reduced = await self._find_result(work)
-            if self._endpoint.peer_id in reduced.members:
-                self._made = work.offer.revision
-            return reduced
+            return await self._find_result(work)
         finally:
             self._attempts.pop(work.offer.revision, None)
 
@@ -481,6 +483,8 @@ class Rounds:
 
     def _keep(self, reduced: Reduced) -> None:
         self._results.keep(reduced)
+        if self._endpoint.peer_id in reduced.members:
+            self.made = max(self.made, reduced.plan.revision)
         if reduced.plan.revision in self._rounds:
             self._rounds[reduced.plan.revision].finished()
 
@@ -493,9 +497,14 @@ class Rounds:
         self._report(attempt_event(plan, reason))
 
     @property
+    def tip(self) -> int:
+        """The newest revision that is committed; -1 before the first."""
+        return -1 if self._branch.tip is None else self._branch.tip
+
+    @property
     def finished(self) -> int:
         """The newest revision that is complete here, committed or not."""
-        return max(-1 if self._branch.tip is None else self._branch.tip, self._results.newest)
+        return max(self.tip, self._results.newest)
 
     @property
     def kept(self) -> int:
@@ -517,14 +526,10 @@ class Rounds:
                 patience=lambda: self._carrying.reducing,
                 regulars=lambda: self._results.before(revision),
                 base=lambda: self._branch.digest(revision - 1),
-                notify=self._spread_news,
+                notify=self._news.spread,
                 aborted=self._report_attempt,
             )
         return self._rounds[revision]
-
-    def _spread_news(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
 
     # What others ask.
 
@@ -536,26 +541,19 @@ class Rounds:
             raise RequestRefused("this peer is not synchronised yet", code="not_synchronised")
         return self._branch.tip
 
-    def _hear(self, revision: int, peer: PeerId, tip: int) -> None:
-        """A peer holds this revision, or says so. Of much later ones we learn otherwise, with proof."""
-        heard = self.heard
-        if revision < tip + _LOOKAHEAD and peer in self._roster.partners() and (heard is None or revision > heard[0]):
-            self._heard = (revision, peer)
-            self._spread_news()
-
     async def _on_ready(self, request: Ready, stream: Stream) -> Message | None:
         tip = self._check_request(stream.peer)
         if request.weight > self._max_weight:
             raise ProtocolError(f"a weight of {request.weight:g}; in this run {self._max_weight:g} is the most")
         if request.operation == "gather" and request.length > self._max_block:
             raise ProtocolError(f"a block of {request.length} bytes; in this run {self._max_block} is the most")
-        self._hear(request.revision - 1, stream.peer, tip)
+        self._news.hear(request.revision - 1, stream.peer, tip)
         ours = self._branch.digest(request.revision - 1)
         if ours not in (None, request.base):
             return Forked(ours)
         if request.revision <= self.finished:
             return Ahead(self.finished, self._endpoint.peer_id)
-        if request.revision > tip + _LOOKAHEAD:
+        if request.revision > tip + LOOKAHEAD:
             raise RequestRefused(f"this peer holds revision {tip} only", code="behind")
         problem = self._signatures.problem(
             stream.peer, request.revision, request.base, request.weight, request.signature
@@ -571,12 +569,12 @@ class Rounds:
 
     async def _on_open(self, request: RoundOpen, stream: Stream) -> Message:
         tip = self._check_request(stream.peer)
-        self._hear(request.revision - 1, stream.peer, tip)
+        self._news.hear(request.revision - 1, stream.peer, tip)
         if self._branch.digest(request.revision - 1) not in (None, request.base):
             raise RequestRefused("this peer's state is another one", code="fork")
         if request.revision <= self.finished:
             return Ahead(self.finished, self._endpoint.peer_id)
-        if request.revision > tip + _LOOKAHEAD:
+        if request.revision > tip + LOOKAHEAD:
             return Late()
         answer = self._leadership(request.revision).announced(stream.peer, request.remaining)
         return Late() if answer == Noted() and tip < request.revision - 1 else answer
@@ -594,7 +592,9 @@ class Rounds:
         kept = self._results.get(revision)
         if kept is not None and base in (None, kept.plan.base):  # fetched before we knew that the round is over for us
             await trio.lowlevel.checkpoint()
-            return kept
-        reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, peer, length))
-        self._keep(reduced)
+            reduced = kept
+        else:
+            reduced = await self._results.fetch(peer, revision, base=base, misfit=partial(self._misfit, peer, length))
+            self._keep(reduced)
+        self._contributor.heard(reduced.plan, self._endpoint.peer_id)
         return reduced

@@ -289,7 +289,7 @@ class Transfer:
                         self._fail(plan.members[stuck[0]], stuck[1])
         finally:
             self._watch = None  # it refers to us: the ring's memory would be in use until cycles are collected
-            if self._ring is not None:
+            if self._ring is not None and not self.complete:
                 self._ring.release()
             self._ended.set()
         if trio.current_time() >= self._scope.deadline:

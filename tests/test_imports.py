@@ -41,6 +41,7 @@ SHELLS = {
     "protocol/memory.py",
     "protocol/mesh.py",
     "protocol/metering.py",
+    "protocol/news.py",
     "protocol/operation.py",
     "protocol/operations.py",
     "protocol/portmap.py",

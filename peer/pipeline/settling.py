@@ -27,12 +27,10 @@ from protocol.collective import Reduced
 from protocol.errors import Misfit, RoundAborted, ShoalError
 from protocol.identity import PeerId
 from protocol.operations import AsyncCollective
+from protocol.plan import MAX_JUMP
 
 MOST = 1 << 48
 """What a server may say of steps, settlements and samples stays below it."""
-
-MOST_ATTEMPTS = 1 << 20
-"""Settlements of a step that may have failed."""
 
 RETRY = 0.5
 """Seconds until something that failed is tried again, unless the standings change earlier."""
@@ -305,7 +303,8 @@ class StageSteps:
         if any(heard.step > word.step and self._crew.is_credible(peer, heard.step) for peer, heard in words.items()):
             raise Behind
         here = {peer: heard for peer, heard in words.items() if heard.step == word.step}
-        attempt = max((heard.attempt for heard in here.values()), default=word.attempt) + 1
+        # Who says that much more have failed than we know lies, and must not use up the numbers.
+        attempt = min(max(word.attempt, *(heard.attempt for heard in here.values())), word.attempt + MAX_JUMP) + 1
         if self._crew.peer not in here:
             raise RoundAborted("what we have counted makes no sense")
         ledgers = {peer: heard.ledger for peer, heard in here.items()}
@@ -398,8 +397,6 @@ def _unpack(block: memoryview, total: int) -> _Word | None:
         step, attempt, entries = msgpack.unpackb(block, max_array_len=MOST_MICROBATCHES, strict_map_key=True)
         ledger = dict(entries)
     except (ValueError, TypeError, msgpack.UnpackException):
-        return None
-    if isinstance(attempt, int) and attempt > MOST_ATTEMPTS:
         return None
     numbers = [step, attempt, *ledger, *ledger.values()]
     sound = all(type(each) is int and 0 <= each < MOST for each in numbers) and max(ledger, default=0) < total

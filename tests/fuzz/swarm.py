@@ -19,7 +19,7 @@ from protocol.candidates import Candidate
 from protocol.coordinator import Coordinator, RoundTimes, Send, View
 from protocol.errors import ProtocolError
 from protocol.identity import Identity, PeerId
-from protocol.plan import MAX_ATTEMPT, NO_BALLOT, Ballot, Plan, Source
+from protocol.plan import MAX_ATTEMPT, MAX_JUMP, NO_BALLOT, Ballot, Plan, Source
 from protocol.rates import Partner, Rates
 from protocol.round_messages import Propose
 from protocol.salvage import Holding, Span
@@ -327,7 +327,7 @@ def _rates(choices: Choices, peers: list[PeerId]) -> Rates:
 
 
 def _ballot(choices: Choices, peers: list[PeerId]) -> Ballot:
-    return Ballot(choices.of((0, 1, 2, 3, MAX_ATTEMPT // 2, MAX_ATTEMPT)), choices.number(4), choices.of(peers))
+    return Ballot(choices.of((0, 1, 2, 3, MAX_JUMP, MAX_ATTEMPT)), choices.number(4), choices.of(peers))
 
 
 def acceptor(data: bytes) -> None:
@@ -346,13 +346,15 @@ def acceptor(data: bytes) -> None:
                 sender = plan.coordinator if choices.number(3) else choices.of(peers)
                 if member.accept(plan, offer, sender) is None:
                     assert plan.ballot > given_up
+                    assert plan.attempt <= before.attempt + MAX_JUMP
                     assert peers[0] in plan.members
                     given_up = before
                     plans.append(plan)
             case 2:
                 ballot = _ballot(choices, peers)
                 member.renounce(ballot)
-                given_up = given_up if member.completed else max(given_up, ballot)
+                if not member.completed:  # what is too far ahead is not given up, but what is being done all the same
+                    given_up = max(given_up, ballot if ballot.attempt <= before.attempt + MAX_JUMP else before)
             case 3 if plans:
                 plan = choices.of(plans)
                 if member.complete(plan):

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from protocol.ballots import Acceptor, Offer
 from protocol.identity import PeerId
-from protocol.plan import NO_BALLOT, Ballot, Plan
+from protocol.plan import MAX_ATTEMPT, MAX_JUMP, NO_BALLOT, Ballot, Plan
 
 PEERS = [PeerId(bytes([number]) * 32) for number in range(1, 5)]
 OFFER = Offer(run=bytes(32), tag="", revision=1, base=bytes(32), weight=1.0, length=4)
@@ -89,6 +89,19 @@ def test_renouncing_an_earlier_plan_leaves_the_present_one():
     accept(acceptor, plan(2))
     acceptor.renounce(plan(1).ballot)
     assert acceptor.complete(plan(2))
+
+
+@pytest.mark.parametrize("attempt", [8 + MAX_JUMP, MAX_ATTEMPT])
+def test_nobody_can_use_up_the_attempts(attempt):
+    acceptor = Acceptor(PEERS[1])
+    assert accept(acceptor, plan(7)) is None
+    refusal = accept(acceptor, plan(attempt))
+    assert refusal is not None
+    assert refusal.ballot == plan(7).ballot
+    acceptor.renounce(plan(attempt).ballot)
+    assert not acceptor.complete(plan(7))
+    assert accept(acceptor, plan(7)) is not None
+    assert accept(acceptor, plan(7 + MAX_JUMP)) is None
 
 
 def test_after_completion_nothing_is_accepted():

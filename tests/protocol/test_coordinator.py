@@ -9,7 +9,7 @@ from protocol.candidates import Candidate
 from protocol.collective import Window
 from protocol.coordinator import Aborted, Announce, Coordinator
 from protocol.identity import PeerId
-from protocol.plan import MAX_ATTEMPT, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
+from protocol.plan import MAX_ATTEMPT, MAX_JUMP, MAX_LENGTH, NO_BALLOT, Ballot, Plan, coordinators
 from protocol.round_messages import Ahead, CallOff, Forked, Propose, Queued, Redirect
 from protocol.wire import decode, encode
 from tests.protocol.coordinating import BASE, OTHER, PEERS, RUN, TIMES, US, A, B, C, D, Table, sent
@@ -201,6 +201,20 @@ def test_if_fewer_than_a_quorum_are_there_all_of_them_are_enough():
     assert set(sent(table.poll(), Propose)) == {US, A}
 
 
+def test_who_was_gone_and_comes_back_is_asked_again():
+    """Its connection broke when it was asked."""
+    table = Table(live=[US, A])
+    table.ready(US)
+    assert table.poll() == [Announce(A)]
+    table.live, table.arriving = {US}, {A}
+    table.core.answered(A, "gone")
+    assert table.poll() == []
+    table.live, table.arriving = {US, A}, set()
+    assert table.poll() == [Announce(A)]
+    table.core.answered(A, "gone")
+    assert set(sent(table.poll(), Propose)) == {US}
+
+
 def test_members_that_vanish_are_not_waited_for():
     table = Table()
     table.ready(US, A)
@@ -329,15 +343,38 @@ def test_attempts_go_past_every_ballot_that_was_heard_of():
     assert table.plan.attempt == 8
 
 
-def test_liars_cannot_use_up_the_attempts():
-    table = Table(live=[US, A])
-    table.ready(US)
-    table.ready(A, heard=Ballot(MAX_ATTEMPT, 0, B))
+@pytest.mark.parametrize("claim", [MAX_JUMP + 1, MAX_ATTEMPT - 1, MAX_ATTEMPT])
+def test_liars_cannot_use_up_the_attempts(claim):
+    table = Table(live=[US, A, B])
+    table.ready(US, B)
+    table.ready(A, heard=Ballot(claim, 0, C))
     table.poll()
-    assert table.plan.attempt == 1
+    assert (table.plan.attempt, set(table.plan.members)) == (1, {US, B})
     table.complete(A, plan=attrs.evolve(table.plan, attempt=9))
     table.poll()
     assert table.core.holder is None
+
+
+def test_members_that_a_liar_has_made_promise_a_lot_go_on_from_there():
+    """Each of them has accepted some of its plans, one further ahead than the other."""
+    table = Table(live=[US, A, B, C])
+    table.ready(US, heard=Ballot(2**40, 0, D))
+    table.ready(A, heard=Ballot(2**40 + 5, 0, D))
+    table.ready(B, heard=Ballot(2**50, 0, D))
+    table.ready(C)
+    table.poll()
+    assert (table.plan.attempt, set(table.plan.members)) == (2**40 + 6, {US, A})
+
+
+def test_a_refusal_tells_where_to_go_on_but_not_how_far_away_that_is():
+    table = Table(live=[US, A, B])
+    table.ready(US, A, B)
+    table.poll()
+    table.accept(US)
+    for peer, promised in ((A, 7), (B, MAX_ATTEMPT - 1)):
+        table.core.rejected(peer, table.plan.ballot, Ballot(promised, 0, C))
+    table.poll()
+    assert (table.plan.attempt, set(table.plan.members)) == (8, {US, A})
 
 
 def test_over_when_all_have_the_result():
@@ -495,10 +532,22 @@ def test_a_refusing_member_gets_another_chance_and_is_left_out_in_the_end():
     table.start(US, A, B)
     for number in range(3):
         assert set(table.plan.members) == {US, A, B}
+        assert table.plan.attempt > 10 * number
         table.core.rejected(A, table.plan.ballot, Ballot(10 * number + 10, 0, D))
         table.poll()
-        assert table.plan.attempt > 10 * number + 10
     assert set(table.plan.members) == {US, B}
+
+
+def test_who_comes_anew_while_a_plan_is_out_is_in_the_next_one():
+    """Its call was given up, and it makes another; or its connection was replaced."""
+    table = Table()
+    first = table.start(US, A, B)
+    for number in range(3):
+        table.ready(A, heard=table.plan.ballot)
+        table.poll()
+        assert table.plan.attempt == first.attempt + number + 1
+        table.accept(US, A, B)
+        assert set(table.plan.members) == ({US, A, B} if number < 2 else {US, B})
 
 
 def test_attempts_end_even_if_each_fails():

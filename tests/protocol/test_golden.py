@@ -61,7 +61,9 @@ RATES = Rates(1_000_000, 0, (Partner(BOB, 0, 300, 50_000, True, 400),))
 GATHERING = attrs.evolve(PLAN, weights=(1.0, 0.0), length=5, operation="gather", sizes=(5, 0), signatures=(SIGNATURE,))
 TIP = membership.TipClaim(3, 1e6, TWOS)
 MEASURED, SQUARES = stages.Measured(6, 2.5), stages.Squares(6, 2.5)
-STANDING = stages.Standing(5, 0, 1, True, 7, 1, 4, False, (2, 3), 2.5, 6, 1, False, 2, (0,), MEASURED, 1.5, SQUARES)
+STANDING = stages.Standing(
+    5, 0, 1, True, 7, 1, 4, False, (2, 3), 2.5, 6, 1, False, 2, (0,), MEASURED, 1.5, SQUARES, (BOB,)
+)
 SHAPE = stages.Shape("int8", (2, 16, 8), 264)
 
 MESSAGES = {
@@ -210,11 +212,11 @@ MESSAGES = {
     probe.ProbeAnswer(HOME, 1.5): ("93 ac70726f62652e616e73776572 ae3139322e302e322e373a37303730 cb3ff8000000000000"),
     sync.RangeReply(1 << 20): "92 ab73746174652e6279746573 ce00100000",
     stages.Hello(ONES, STANDING): (
-        "93ab73746167652e68656c6c6fc420 11*32 dc0012050001c3070104c2920203cb40040000000000000601c2029100 "
-        "9206cb4004000000000000 cb3ff8000000000000 9206cb4004000000000000"
+        "93ab73746167652e68656c6c6fc420 11*32 dc0013050001c3070104c2920203cb40040000000000000601c2029100 "
+        "9206cb4004000000000000 cb3ff8000000000000 9206cb4004000000000000 91 c420 bb*32"
     ),
     stages.Welcome(stages.Standing()): (
-        "92ad73746167652e77656c636f6d65dc001200c0c0c2000000c290cb00000000000000000000c2c090c0c0c0 "
+        "92ad73746167652e77656c636f6d65dc001300c0c0c2000000c290cb00000000000000000000c2c090c0c0c0 90"
     ),
     stages.Ask(ONES, "backward", 7, 3, True, 30.0, SHAPE, None, SHAPE): (
         "9aa973746167652e61736bc420 11*32 a86261636b776172640703c3cb403e00000000000093a4696e743893021008cd "
@@ -315,11 +317,11 @@ def test_records_of_the_dht():
 
 
 def test_plan_ids():
-    assert PLAN.id.hex() == "867dd5b9bcdcc7eca3960a7cc372f15bbe0d1fccf9bdcf84692b0903bd432206"
-    assert attrs.evolve(PLAN, tag="tag").id.hex() == "ff50c9aa8d51a2da84dd8ac6d7228971db4134533f21a4ab726d372fbda88db9"
-    assert GATHERING.id.hex() == "102611a02160eb0305737c1e3df7412d0b788585280d7e17e01f84dd9692d777"
-    assert UNEQUAL.id.hex() == "b3a48dfeb2a50fbfefbea1bf5bc56d22d2dd815d0b16b030a011854d4f379577"
-    assert swap_id(PLAN).hex() == "93a417fa0e79f88c01bf8f844e3f8d8bb9685741f461838146476d78d1e4d9b0"
+    assert PLAN.id.hex() == "ec9f8cac580b7d772726890ba3e5b37c608b0e02b97dd6b28537f75b12912656"
+    assert attrs.evolve(PLAN, tag="tag").id.hex() == "7bbc050e980512ea924e237e7a3636b33464f3ff025212e8a57df3b732c910c0"
+    assert GATHERING.id.hex() == "125a89781d2d2a746091cc17e68a2b35dcfbc124a6b35ee006ab2c67f96535eb"
+    assert UNEQUAL.id.hex() == "c2c197fbb5d11827277ecb921ab12e2574c54447685abee641c78dd1891f385d"
+    assert swap_id(PLAN).hex() == "0c49870c6bc28cd2dbd7b57d68ea9be84a7e29e2a15ae462f0d099ec9578318b"
 
 
 def test_handshake_and_records_with_fixed_keys():

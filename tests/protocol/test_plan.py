@@ -44,7 +44,7 @@ def plan(**changes) -> Plan:
 def test_id_is_that_of_the_documented_encoding():
     members = b"".join(bytes(31) + bytes([number]) for number in (1, 2))
     encoding = b"shoal-plan-v1" + RUN + struct.pack(">H", 0) + struct.pack(">Q", 3) + bytes(32)
-    encoding += struct.pack(">II", 1, 0) + bytes(peer(1)) + struct.pack(">I", 2) + members
+    encoding += struct.pack(">QI", 1, 0) + bytes(peer(1)) + struct.pack(">I", 2) + members
     encoding += struct.pack(">dd", 1.0, 3.0) + struct.pack(">QH", 10, 4) + b"fp32"
     encoding += struct.pack(">H", 6) + b"reduce" + struct.pack(">I", 0)
     encoding += struct.pack(">H", 4) + b"ring" + struct.pack(">I", 0)
@@ -214,13 +214,16 @@ def test_parts_say_whose_values_the_result_is_made_of():
     one = plan(sources=(SOURCE,), salvaged=(Salvaged(0, 2, 0, (0,)), Salvaged(4, 9, 0, (0, 1))))
     rest = (one.members, one.weights)
     assert one.parts == (
-        Part(0, 2, SOURCE.members, SOURCE.weights),
+        Part(0, 2, SOURCE.members, SOURCE.weights, SOURCE.plan),
         Part(2, 4, *rest),
-        Part(4, 9, SOURCE.members, SOURCE.weights),
+        Part(4, 9, SOURCE.members, SOURCE.weights, SOURCE.plan),
         Part(9, 10, *rest),
     )
     assert one.heaviest == 3.0
     assert plan().parts == (Part(0, 10, *rest),)
+    assert one.includes(peer(3))
+    assert one.includes(peer(3), {SOURCE.plan})
+    assert not one.includes(peer(3), {one.id})
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,7 @@ class Holder(Ring):
     def __init__(self, plan, place, holdings):
         previous = Ring(attrs.evolve(plan, sources=(), salvaged=()), place, torch.zeros(plan.length))
         previous.holdings = lambda: tuple(holdings)
+        previous.mean.zero_()  # memory may hold anything, also what is no number
         super().__init__(plan, place, torch.zeros(plan.length), previous=previous)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import attrs
 import pytest
@@ -10,10 +10,13 @@ import torch
 import trio
 
 from protocol.codecs import ErrorFeedback, make_codec
+from protocol.collective import Window
 from protocol.coordinator import Coordinator, Send
 from protocol.errors import PeerGone, ShoalError
-from protocol.plan import NO_BALLOT, NO_DIGEST, coordinators
-from protocol.round_messages import GatherBlock, Propose, Queued, Ready, RingData
+from protocol.identity import PeerId
+from protocol.plan import MAX_ATTEMPT, MAX_REVISION, NO_BALLOT, NO_DIGEST, coordinators
+from protocol.round_messages import Ahead, GatherBlock, Halt, Propose, Queued, Ready, RingData
+from protocol.rounds import Rounds
 from protocol.weights import SIZE
 
 
@@ -111,6 +114,53 @@ async def test_a_coordinator_that_mixes_up_signatures_does_not_make_a_round(auto
         assert lies
 
 
+@pytest.mark.parametrize("attempt", [2**20, MAX_ATTEMPT - 1, MAX_ATTEMPT])
+@pytest.mark.parametrize("way", ["plan", "halt"])
+async def test_a_coordinator_that_uses_up_the_attempts_does_not_end_the_run(
+    autojump_clock, swarm_of, monkeypatch, attempt, way
+):
+    """It proposes a plan that leaves no room for others', or halts one, and dies of it."""
+    async with swarm_of(4) as swarm:
+        liar = swarm.peers[2]
+        propose, told = Coordinator._propose, trio.Event()
+
+        def far_ahead(self, now, view):
+            propose(self, now, view)
+            if self._peer == liar.id and self.plan is not None and len(self.plan.members) > 1:
+                told.set()
+                liar.jam_ring(after=0)
+                if way == "plan":
+                    self.plan = attrs.evolve(self.plan, attempt=attempt)
+                    said = Propose(self.plan)
+                else:
+                    said = Halt(attrs.evolve(self.plan.ballot, attempt=attempt))
+                self._actions += [Send(peer, said) for peer in self.plan.members]
+                self._actions = [one for one in self._actions if isinstance(one, Send) and one.message == said]
+
+        monkeypatch.setattr(Coordinator, "_propose", far_ahead)
+        others = [peer for peer in swarm.peers if peer is not liar]
+        outcomes = {}
+        async with trio.open_nursery() as nursery:
+
+            async def live():
+                with suppress(ShoalError):
+                    while True:
+                        await liar.collective.barrier()
+
+            async def die():
+                await told.wait()
+                await trio.sleep(1)  # it is heard
+                swarm.kill(liar)
+
+            nursery.start_soon(live)
+            nursery.start_soon(die)
+            with trio.fail_after(300):
+                while not told.is_set():
+                    outcomes = await swarm.together(lambda peer: peer.collective.barrier(), others)
+        assert {outcome.members for outcome in outcomes.values()} == {next(iter(outcomes.values())).members}
+        assert set(outcomes[others[0]].members) == {peer.id for peer in others}
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "gather"])
 async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be_over(
     autojump_clock, swarm_of, monkeypatch, operation
@@ -143,6 +193,38 @@ async def test_a_coordinator_that_makes_no_plan_is_left_when_an_attempt_could_be
             took = trio.current_time() - begun
             nursery.cancel_scope.cancel()
         assert took < 2 * (times.grace + times.slack) + times.attempt(length, 6) + 5
+
+
+@pytest.mark.parametrize("window", [None, Window(quorum=2, grace=1.0)])
+async def test_who_says_that_all_operations_are_over_does_not_end_them(autojump_clock, swarm_of, monkeypatch, window):
+    """Others may count from there on, but they can still do so."""
+    liars: list[PeerId] = []
+
+    def lying(original):
+        async def answer(rounds, request, stream):
+            if rounds._endpoint.peer_id in liars:
+                return Ahead(MAX_REVISION, liars.pop())
+            return await original(rounds, request, stream)
+
+        return answer
+
+    monkeypatch.setattr(Rounds, "_on_ready", lying(Rounds._on_ready))
+    monkeypatch.setattr(Rounds, "_on_open", lying(Rounds._on_open))
+    async with swarm_of(4) as swarm:
+        others = [peer for peer in swarm.peers if peer.number != 2]
+
+        async def together(peers):
+            return await swarm.together(lambda peer: peer.collective.all_reduce(torch.ones(5), window=window), peers)
+
+        await together(swarm.peers)
+        liars.append(swarm.peers[2].id)
+        with trio.fail_after(300):
+            while liars:
+                await together(others)
+            for _ in range(10):
+                outcomes = await together(others)
+        assert len({outcome.plan.id for outcome in outcomes.values()}) == 1
+        assert {len(outcome.contributors) for outcome in outcomes.values()} == {3}
 
 
 async def test_strangers_wait_for_no_tag(autojump_clock, swarm_of):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
+from protocol import mesh
 from protocol.endpoint import Endpoint
 from protocol.errors import RequestRefused
 from protocol.identity import Identity, PeerId
 from protocol.memory import MemoryNetwork
-from protocol.mesh import Mesh, MeshHello, MeshWelcome
+from protocol.mesh import Known, Mesh, MeshHello, MeshWelcome
 from protocol.transport import Address
 
 RUN = hashlib.sha256(b"a mesh").digest()
@@ -128,3 +130,66 @@ async def test_another_run_is_refused(autojump_clock):
         with pytest.raises(RequestRefused) as caught:
             await one.endpoint.request(other.endpoint.peer_id, MeshHello(bytes(32), ()), MeshWelcome)
         assert caught.value.code == "unknown_run"
+
+
+class Dials:
+    """When an endpoint dials whom."""
+
+    def __init__(self, peer) -> None:
+        self.times: dict[object, list[float]] = {}
+        connect = peer.endpoint.connect
+
+        async def dialled(target):
+            self.times.setdefault(target, []).append(trio.current_time())
+            return await connect(target)
+
+        peer.endpoint.connect = dialled
+
+
+async def test_who_is_out_of_reach_is_dialled_seldom_whatever_others_say(autojump_clock):
+    """A member says again and again whom it knows; nobody of those is there."""
+    async with peers_of(2, KNOWN["all know the first"]) as (_, peers):
+        one, other = peers
+        await one.mesh.wait_for(2)
+        dials = Dials(one)
+        ghosts = [Known(PeerId(bytes([number]) * 32), (Address(f"ghost{number}", 7000),)) for number in range(3)]
+        for _ in range(600):
+            await other.endpoint.request(one.endpoint.peer_id, MeshHello(RUN, tuple(ghosts)), MeshWelcome)
+            await trio.sleep(0.05)
+        assert set(dials.times) == {ghost.peer for ghost in ghosts}
+        for times in dials.times.values():
+            pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+            assert min(pauses) >= 2
+            assert min(pauses[2:]) >= 8
+
+
+async def test_who_comes_and_goes_is_dialled_seldom(autojump_clock):
+    async with peers_of(2, KNOWN["all know the first"]) as (_, peers):
+        one, other = peers
+        await one.mesh.wait_for(2)
+        dials = [Dials(one), Dials(other)]
+        ends = trio.current_time() + 20
+        while trio.current_time() < ends:
+            await one.mesh.wait_for(2)
+            for connection in list(one.endpoint._connections):
+                connection.close("a test")
+            while len(one.mesh.members) > 1:
+                await one.mesh.changes()
+        for times in (times for one in dials for times in one.times.values()):
+            assert all(later - earlier >= 1.9 for earlier, later in zip(times, times[2:], strict=False))
+
+
+async def test_those_who_were_members_are_remembered_up_to_a_limit(autojump_clock, monkeypatch):
+    monkeypatch.setattr(mesh, "MAX_KNOWN", 3)
+    async with peers_of(1, KNOWN["all know the first"]) as (network, peers):
+        (one,) = peers
+        for number in range(10, 16):
+            async with trio.open_nursery() as nursery:
+                stranger = Peer(network, number, [Address("host0", 7000)])
+                await nursery.start(stranger.run)
+                await stranger.mesh.wait_for(2)
+                stranger.scope.cancel()
+            while len(one.mesh.members) > 1:
+                await one.mesh.changes()
+        assert 0 < len(one.mesh._missing) <= 3
+        assert one.mesh._returning.keys() <= one.mesh._missing.keys()

@@ -9,6 +9,7 @@ import torch
 import trio
 
 from protocol import operations
+from protocol.codecs import ErrorFeedback, make_codec
 from protocol.collective import Window
 from protocol.errors import Behind, RequestTimeout, ShoalError
 from protocol.rounds import Rounds
@@ -183,3 +184,113 @@ async def test_of_each_operation_there_is_one_result_though_nobody_waits(autojum
         await swarm.together(life)
         assert {number: len(found) for number, found in plans.items() if len(found) > 1} == {}
         await swarm.rest()
+
+
+async def test_what_a_call_that_was_given_up_has_brought_is_not_taken_for_what_the_next_one_brings(
+    autojump_clock, swarm_of, monkeypatch
+):
+    """Others finish the operation with the first call's values, and its caller does not wait for that."""
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        original = Rounds._take_part
+
+        async def interrupted(rounds, work):
+            reduced = await original(rounds, work)
+            if work.values[0] == 2.0:
+                rounds._results.clear()  # it is only about to be complete here
+                await trio.sleep_forever()
+            return reduced
+
+        monkeypatch.setattr(Rounds, "_take_part", interrupted)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reduce, other, 4.0)
+            with trio.move_on_after(10):
+                await reduce(one, 2.0)
+        results = await swarm.together(lambda peer: reduce(peer, 8.0 if peer is one else 6.0))
+        assert [told(results[peer]) for peer in (one, other)] == [[(1, 3.0, 2), (2, 7.0, 2)], [(2, 7.0, 2)]]
+        assert results[one].counted
+        await swarm.rest()
+
+
+def hold_up(peer, number, monkeypatch):
+    """The peer's operation of this number does not return when its result is there."""
+    original = Rounds._take_part
+
+    async def held_up(rounds, work):
+        reduced = await original(rounds, work)
+        if rounds._endpoint is peer.endpoint and work.offer.revision == number:
+            await trio.sleep_forever()
+        return reduced
+
+    monkeypatch.setattr(Rounds, "_take_part", held_up)
+
+
+@pytest.mark.parametrize("window", [WINDOW, None])
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_result_that_was_here_when_its_call_was_given_up_comes_with_the_next_one(
+    autojump_clock, swarm_of, monkeypatch, number, window
+):
+    """Without a window, the next one says that there is one of which nobody knows what came."""
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        hold_up(one, number, monkeypatch)
+        results = {one: [], other: []}
+        for value in (1.0, 2.0, 3.0):
+            outcomes = await swarm.together(
+                lambda peer, value=value: peer.collective.all_reduce(torch.full((3,), value), window=window, timeout=20)
+            )
+            for peer, outcome in outcomes.items():
+                results[peer] += [outcome] if not isinstance(outcome, RequestTimeout) else []
+        everything = [(1, 1.0, 2), (2, 2.0, 2), (3, 3.0, 2)]
+        assert [one for result in results[other] for one in told(result)] == everything
+        if window is None:
+            del everything[number - 1]
+        assert [one for result in results[one] for one in told(result)] == everything
+        skipped = {result.number: result.skipped for result in results[one] if result.skipped}
+        assert skipped == ({} if window else {number + 1: 1})
+        await swarm.rest()
+
+
+async def test_what_was_skipped_is_told_though_a_call_was_given_up_meanwhile(autojump_clock, swarm_of):
+    async with swarm_of(2) as swarm:
+        one, other = swarm.peers
+        await swarm.together(lambda peer: reduce(peer, 1.0, None))
+        for _ in range(3):
+            await reduce(other, 2.0, None)
+        with pytest.raises(RequestTimeout):
+            await one.collective.all_reduce(torch.ones(3), timeout=3)
+        results = await swarm.together(lambda peer: reduce(peer, 3.0, None))
+        assert [(results[peer].number, results[peer].skipped) for peer in (one, other)] == [(5, 3), (5, 0)]
+        await swarm.rest()
+
+
+@pytest.mark.parametrize("ending", [lambda other: Behind(other.id, 1), None])
+async def test_what_a_lossy_codec_leaves_out_counts_once_though_the_result_is_only_heard_of(
+    autojump_clock, swarm_of, monkeypatch, ending
+):
+    """Either the call goes on after its line broke, or it is given up when all have what it brings."""
+    async with swarm_of(1, codec="int4") as swarm:
+        (one,) = swarm.peers
+        original, values = Rounds._take_part, torch.randn(300, generator=torch.Generator().manual_seed(1))
+
+        async def held_up(rounds, work):
+            reduced = await original(rounds, work)
+            if work.offer.revision == 1:
+                if ending is not None:
+                    raise ending(one)
+                await trio.sleep_forever()
+            return reduced
+
+        monkeypatch.setattr(Rounds, "_take_part", held_up)
+        results = []
+        while len(results) < 3:
+            with trio.move_on_after(20):
+                reduced = await one.collective.all_reduce(values, window=WINDOW)
+                results += [*reduced.missed, reduced]
+        feedback, codec = ErrorFeedback(make_codec("int4"), len(values)), make_codec("int4")
+        for reduced in results:
+            data, expected = bytearray(codec.encoded_size(len(values))), torch.empty(len(values))
+            feedback.encode(0, values, data)
+            codec.decode(data, expected)
+            feedback.commit()
+            assert torch.equal(reduced.mean, expected)

@@ -249,3 +249,19 @@ async def test_of_two_that_distrust_each_other_both_are_heeded(autojump_clock, s
             await swarm.until(
                 lambda: all(peer.saved is not None and peer.saved[1].step == STEPS for peer in swarm.peers)
             )
+
+
+@pytest.mark.parametrize("attempt", [1 << 20, 1 << 47])
+async def test_attempts(autojump_clock, swarm_of, attempt):
+    """Whoever says once that so many settlements of a step have failed leaves room for others."""
+    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=1) as swarm:
+        service = await served(swarm, swarm.peers[1])
+        honest = service.server.freeze
+
+        def freeze():
+            honest()
+            service.server.attempt, service.server.freeze = attempt, honest
+            return {}
+
+        service.server.freeze = freeze
+        await ends(swarm, swarm.peers[1])

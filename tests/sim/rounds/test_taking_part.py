@@ -10,7 +10,8 @@ import torch
 import trio
 
 from protocol.errors import Behind, Fork, RequestRefused, ShoalError
-from protocol.plan import coordinators
+from protocol.plan import NO_DIGEST, coordinators
+from protocol.round_messages import Noted, RoundOpen
 from protocol.vectors import vector_bytes
 
 OTHER = bytes([7] * 32)
@@ -112,12 +113,25 @@ async def test_the_slow_are_told_and_can_still_come(autojump_clock, swarm_of):
         quick = [peer for peer in swarm.peers if peer is not slow]
         assert slow.rounds.opened(1) is None
         async with trio.open_nursery() as nursery:
+            begun = trio.current_time()
             nursery.start_soon(reduce_all, quick, 1, [torch.ones(3)] * 2, [1.0] * 2)
-            deadline = await slow.rounds.wait_opened(1)
-            assert deadline - trio.current_time() == pytest.approx(swarm.times.grace, abs=0.2)
-            await trio.sleep_until(deadline)
+            await slow.rounds.due(1)
+            assert trio.current_time() - begun == pytest.approx(swarm.times.grace, abs=0.2)
             reduced = await slow.rounds.all_reduce(1, torch.full((3,), 4.0), 1.0)
         assert reduced.mean.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("said", [[1e6], [1e6, 2.0], [2.0, 1e6], [1e6, 3.0, 2.0, 1e6]])
+async def test_nobody_can_make_others_wait_longer_than_they_would(autojump_clock, swarm_of, said):
+    """Of several that wait for a peer, the first to go on is right, and none has longer than everybody has."""
+    async with swarm_of(2, train=False) as swarm:
+        one, other = swarm.peers
+        begun = trio.current_time()
+        for remaining in said:
+            question = RoundOpen(swarm.run_id, "", 1, NO_DIGEST, remaining)
+            assert await one.endpoint.request(other.id, question, Noted) == Noted()
+        await other.rounds.due(1)
+        assert trio.current_time() - begun == pytest.approx(min([*said, swarm.times.grace]), abs=0.5)
 
 
 async def test_a_coordinator_that_is_not_ready_coordinates_all_the_same(autojump_clock, swarm_of):
@@ -163,7 +177,6 @@ async def test_a_trainer_learns_that_others_are_ahead(autojump_clock, swarm_of):
             peer.rounds.committed(1, OTHER)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(reduce_all, quick, 2, [torch.ones(3)] * 2, [1.0] * 2, digest=OTHER))
-            assert await slow.rounds.wait_opened(1) < math.inf
             while slow.rounds.opened(1) != -math.inf:
                 await slow.rounds._news.wait()
             assert slow.rounds.heard in [(1, peer.id) for peer in quick]
