@@ -29,7 +29,7 @@ from optim import FlatParameters, OuterState
 from peer.chain import Header, unpack_links
 from peer.fingerprint import fingerprint
 from peer.history import History
-from peer.home import CheckpointError
+from peer.home import CheckpointError, CheckpointNotSaved
 from peer.manifest import ManifestError, settings_from
 from peer.settings import Settings
 from peer.state import CommittedState
@@ -73,7 +73,7 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
         layout: The model's parameters by name and place.
 
     Raises:
-        CheckpointError: The disk is full or the directory cannot be written. Earlier checkpoints are left as they were.
+        CheckpointNotSaved: The disk is full or the directory cannot be written. Earlier checkpoints are left as they were.
     """
     header = checkpoint.state.header
     path = directory / f"round-{header.revision:08d}.safetensors"
@@ -97,7 +97,7 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
     except (OSError, safetensors.SafetensorError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise CheckpointError(
+        raise CheckpointNotSaved(
             f"cannot write the checkpoint {path}: {error}", hint="free some space, or choose another --home"
         ) from error
     return path

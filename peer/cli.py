@@ -83,7 +83,7 @@ def main() -> None:
 def exit_code(error: ShoalError) -> int:
     """The exit code for an error that ended a command."""
     from peer.events import EventsError
-    from peer.home import CheckpointError, HomeError
+    from peer.home import CheckpointError, CheckpointNotSaved, HomeError
     from peer.manifest import ManifestError
     from peer.ticket import TicketError, TicketExpired
 
@@ -92,6 +92,8 @@ def exit_code(error: ShoalError) -> int:
             return REFUSED
         case PeerUnreachable():
             return UNREACHABLE
+        case CheckpointNotSaved():
+            return FAILED
         case UsageError() | TicketError() | ManifestError() | EventsError() | HomeError() | CheckpointError():
             return USAGE
         case DataError() | SettingsError() | AddressError() | IdentityError() | IdentityInUse():

@@ -85,8 +85,7 @@ class Corpus:
                     raise DataError(f"{source} holds more than {MAX_BYTES} bytes of text", hint="pass a part of it")
                 texts["" if path == root else path.relative_to(root).as_posix()] = text
         if not texts:
-            reason = f"{skipped} of its files are binary or unreadable" if skipped else "it is empty"
-            raise DataError(f"{source} holds no readable text: {reason}")
+            raise DataError(f"{source} holds no readable text: {_why_no_text(root, skipped)}")
         ends = np.cumsum([len(text) for text in texts.values()])
         joined = np.frombuffer(b"".join(texts.values()), dtype=np.uint8)
         return cls(joined, tuple(texts), tuple(int(end) for end in ends), skipped)
@@ -183,6 +182,14 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+
+
+def _why_no_text(root: Path, skipped: int) -> str:
+    if not skipped:
+        return "it is empty"
+    if root.is_dir():
+        return f"its files are binary, unreadable or empty (binary or unreadable: {skipped})"
+    return "it is binary or unreadable" if root.is_file() else "it is not a regular file"
 
 
 def _read_text(path: Path) -> bytes | None:

@@ -38,6 +38,10 @@ class CheckpointError(ShoalError):
     """A checkpoint cannot be written or read."""
 
 
+class CheckpointNotSaved(CheckpointError):
+    """A checkpoint cannot be written: nothing that was given is wrong."""
+
+
 class HomeInUse(HomeError):
     """Another daemon uses the home."""
 

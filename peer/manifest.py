@@ -444,8 +444,8 @@ def _check_together(settings: Settings) -> None:
     stages = settings.algorithm["stages"] if settings.algorithm.name == PIPELINE else 1
     if isinstance(stages, int) and stages > model.layers + 2:
         raise ManifestError(
-            f"algorithm.stages = {stages}: must be <= {model.layers + 2}: "
-            f"model.layers = {model.layers}, the embedding and the output are all that can be parted"
+            f"algorithm.stages = {stages}: must be <= {model.layers + 2} for model.layers = {model.layers}",
+            hint="each layer, the embedding and the output can be a stage by itself",
         )
     if not run.name.isprintable():
         raise ManifestError(f"run.name = {_toml(printable(run.name))}: must be printable, on one line")

@@ -177,7 +177,7 @@ class SettingsOptions:
     context: Annotated[int | None, typer.Option(help="Bytes that the model sees at once.")] = _setting(
         "model", "context"
     )
-    algorithm: Annotated[str | None, typer.Option(help="How work is combined: diloco, streaming, noloco, …")] = (
+    algorithm: Annotated[str | None, typer.Option(help="How work is combined: diloco, noloco, swarm (stages), …")] = (
         _setting("algorithm", "name")
     )
     inner_steps: Annotated[int | None, typer.Option(help="Local steps between two rounds.")] = _setting(
@@ -203,7 +203,15 @@ class SettingsOptions:
     private: Annotated[bool, typer.Option("--private", help="Only for holders of a ticket.")] = False
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """What was given, as tables of a manifest."""
+        """What was given, as tables of a manifest.
+
+        Raises:
+            typer.BadParameter: What was given does not fit together.
+        """
+        if self.algorithm == "swarm" and self.inner_steps is not None:
+            raise typer.BadParameter(
+                f"--inner-steps is not for swarm. For local steps of stages: --constant local_steps={self.inner_steps}."
+            )
         tables: dict[str, dict[str, object]] = {"membership": {"policy": "private"}} if self.private else {}
         for field in attrs.fields(type(self)):
             value = getattr(self, field.name)

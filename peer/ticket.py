@@ -165,7 +165,9 @@ def _unwrap(text: str) -> bytes:
     try:
         return from_base32(body)
     except ValueError as error:
-        raise TicketError("the ticket is incomplete: its length is impossible", hint="copy the whole ticket") from error
+        possible = len(body) % 8 in (0, 2, 4, 5, 7)  # base32 of whole bytes
+        reason = "its last character is wrong or missing" if possible else "it is incomplete: its length is impossible"
+        raise TicketError(f"the ticket is damaged: {reason}", hint="copy the whole ticket") from error
 
 
 def _from_body(body: bytes) -> Ticket:

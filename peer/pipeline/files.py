@@ -18,7 +18,7 @@ from peer.checkpoint import Checkpoint
 from peer.checkpoint import load as load_checkpoint
 from peer.checkpoint import save as save_checkpoint
 from peer.history import History
-from peer.home import CheckpointError, Home, HomeError, write_atomically
+from peer.home import CheckpointError, CheckpointNotSaved, Home, HomeError, write_atomically
 from peer.manifest import Manifest, kept_manifest
 from peer.model import Transformer
 from peer.pipeline.tensors import dump, load
@@ -55,7 +55,7 @@ class StageFiles:
         steps, which are of a history that nobody goes on with, and parts that a killed process has left.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointNotSaved: It cannot be written.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class StageFiles:
             for path in self._directory.glob(".stage-*.safetensors.*"):  # of `write_atomically`
                 path.unlink()
         except OSError as error:
-            raise CheckpointError(f"stage {stage} cannot be saved: {error}", hint="free some space") from error
+            raise CheckpointNotSaved(f"stage {stage} cannot be saved: {error}", hint="free some space") from error
 
     def load(self, stage: int, step: int | None = None) -> StageState | None:
         """A stage's state of a step, or the newest that can be read; None if there is none."""

@@ -9,7 +9,7 @@ from optim import FlatParameters, OuterState
 from peer import checkpoint
 from peer.checkpoint import Checkpoint
 from peer.data import Corpus
-from peer.home import CheckpointError
+from peer.home import CheckpointError, CheckpointNotSaved
 from peer.model import Transformer
 from peer.settings import ModelSettings, Settings
 from peer.state import CommittedState
@@ -106,7 +106,7 @@ def test_a_full_disk_is_reported_and_keeps_the_old_one(layout, state, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no file may grow beyond: as if the disk were full
     try:
-        with pytest.raises(CheckpointError, match="cannot write"):
+        with pytest.raises(CheckpointNotSaved, match="cannot write"):
             checkpoint.save(tmp_path, Checkpoint(SETTINGS, newer, {}), layout)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

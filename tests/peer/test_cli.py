@@ -13,7 +13,7 @@ import pytest
 import trio
 
 import peer.cli
-from peer.home import Home
+from peer.home import CheckpointError, CheckpointNotSaved, Home
 from peer.manifest import Manifest, ManifestError, dump_settings
 from peer.options import parse_size
 from peer.settings import AlgorithmSettings, DataSettings, RunSettings, Settings
@@ -128,6 +128,7 @@ def test_python_m_peer():
         ["start", "--algorithm", "swarm", "--no-serve", "--from", "a.safetensors"],
         ["start", "--wait-for", "65"],
         ["demo", "--algorithm", "swarm", "--inner-steps", "5"],
+        ["init", "--algorithm", "swarm", "--inner-steps", "5"],
         ["init", "--algorithm", "eager", "--outer-lr", "0.9"],
         ["init", "--heads", "3"],
         ["init", "--check"],
@@ -153,6 +154,8 @@ def test_usage_errors(shoal, daemon, arguments):
         (DataError("no text", hint="mend it"), 2),
         (AddressError("the port is taken", hint="mend it"), 2),
         (IdentityError("damaged", hint="mend it"), 2),
+        (CheckpointError("it is of another model", hint="mend it"), 2),
+        (CheckpointNotSaved("the disk is full", hint="mend it"), 1),
         (RequestRefused("banned\x1b[2J", code="banned", hint="mend it"), 4),
         (ManifestError("model.layers = 0: must be >= 1", hint="mend it"), 4),
         (
@@ -303,6 +306,13 @@ def test_the_algorithm_and_its_constants_are_options(shoal, daemon):
     assert settings == AlgorithmSettings("streaming", inner_steps=9, fragments=3, strided=False)
     assert shoal("init", "fedopt.toml", "--algorithm", "fedopt", "--constant", "rule=yogi").exit_code == 0
     assert 'rule = "yogi"' in Path("fedopt.toml").read_text()
+
+
+def test_local_steps_of_stages_have_another_name(shoal, daemon):
+    result = shoal("start", "--algorithm", "swarm", "--inner-steps", 10)
+    assert result.exit_code == 2
+    assert "--inner-steps is not for swarm" in result.stderr
+    assert "--constant local_steps=10" in result.stderr
 
 
 def test_start_signs_a_manifest(shoal, daemon, home, tmp_path):

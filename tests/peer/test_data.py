@@ -79,13 +79,20 @@ class TestCorpus:
         with pytest.raises(DataError, match="no file or folder"):
             Corpus.open(tmp_path / "nowhere")
 
-    @pytest.mark.parametrize("content", [b"", b"\0binary"])
-    def test_a_source_without_text_is_an_error(self, tmp_path, content):
+    @pytest.mark.parametrize(
+        ("content", "file", "folder"),
+        [(b"", "it is empty", "it is empty"), (b"\0binary", "it is binary", "unreadable: 1")],
+    )
+    def test_a_source_without_text_is_an_error(self, tmp_path, content, file, folder):
         (tmp_path / "file").write_bytes(content)
-        with pytest.raises(DataError, match="no readable text"):
+        with pytest.raises(DataError, match=f"no readable text: .*{folder}"):
             Corpus.open(tmp_path)
-        with pytest.raises(DataError, match="no readable text"):
+        with pytest.raises(DataError, match=f"no readable text: {file}"):
             Corpus.open(tmp_path / "file")
+
+    def test_a_device_is_not_taken_for_a_binary_file(self):
+        with pytest.raises(DataError, match="/dev/null holds no readable text: it is not a regular file"):
+            Corpus.open("/dev/null")
 
 
 class TestSplit:

@@ -194,6 +194,11 @@ def test_any_value_is_taken_or_refused_by_name(key, value):
             None,
         ),
         ('[algorithm]\nname = "quadratic"\nalpha = 50.0', "algorithm.alpha = 50: too large for inner.lr", None),
+        (
+            '[model]\nlayers = 4\n[algorithm]\nname = "swarm"\nstages = 77',
+            "algorithm.stages = 77: must be <= 6 for model.layers = 4",
+            "each layer, the embedding and the output",
+        ),
         ('[run]\nrounds = 20000\n[algorithm]\nname = "quadratic"', "run.rounds = 20000: must be <= 10000", None),
         ('[limits]\nweight = 0.5\n[algorithm]\nname = "sparseloco"', "limits.weight = 0.5: must be >= 1", None),
         ("[model]\nwidth = 100\nheads = 3", "model.width = 100: must be a multiple of model.heads = 3", None),

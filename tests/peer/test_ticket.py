@@ -161,6 +161,7 @@ def test_trailing_bytes_are_refused():
         ("shoal:abc0", "has '0' as its character 10"),
         ("shoal:a=======", "has '='"),
         ("shoal:a", "incomplete"),
+        ("shoal:ab", "last character"),
         ("shoal:" + "a" * MAX_TICKET, "too long"),
         (" " * 10 * MAX_TICKET, "too long"),
         (wrap(b"", version=2), "has format 2"),
