@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from optim.swarm.state import whole_state
 from peer.checkpoint import load
 from peer.data import Corpus
 from peer.home import CheckpointError, Home, HomeError
 from peer.manifest import Manifest, settings_from
+from peer.model import Transformer
 from peer.pipeline.files import StageFiles, cut_checkpoint, export_model
 from peer.pipeline.reference import make_servers, make_step
 from peer.pipeline.run import make_pipeline
@@ -87,6 +89,9 @@ def test_training_goes_on_with_ever_fewer_stages_as_if_there_had_been_one_all_al
     assert expected[-1] < expected[0]
     for name, values in server.snapshot().model.items():
         torch.testing.assert_close(before.model[name], values, rtol=1e-3, atol=1e-4)
+    model = Transformer(load(path).settings.model)  # as docs/swarm.md says
+    model.load_state_dict({name[6:]: values for name, values in load_file(path).items() if name.startswith("model.")})
+    assert torch.equal(model.embedding.weight, before.model["embedding.weight"])
 
 
 def test_local_steps_go_on_with_the_outer_momentum_and_at_the_same_learning_rate(peers):
