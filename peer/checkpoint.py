@@ -73,7 +73,7 @@ def save(directory: Path, checkpoint: Checkpoint, layout: FlatParameters) -> Pat
         layout: The model's parameters by name and place.
 
     Raises:
-        CheckpointNotSaved: The disk is full or the directory cannot be written. Earlier checkpoints are left as they were.
+        CheckpointNotSaved: The disk is full or the directory cannot be written. Earlier checkpoints stay as they were.
     """
     header = checkpoint.state.header
     path = directory / f"round-{header.revision:08d}.safetensors"
