@@ -43,9 +43,7 @@ class Overview:
 
     @property
     def _empty(self) -> frozenset[int]:
-        """Stages that nobody serves, though there is something to do."""
-        if 0 < self.steps <= self.crew.furthest:
-            return frozenset()
+        """Stages that nobody serves."""
         return frozenset(stage for stage in range(self.stages) if not self.crew.servers(stage))
 
     async def _tell_empty(self) -> None:
@@ -54,6 +52,8 @@ class Overview:
             while self._empty == told:
                 await self.crew.changed.wait()
             await trio.sleep(EMPTY)
+            if 0 < self.steps <= self.crew.furthest:
+                return  # all go
             empty = self._empty
             for stage in sorted(empty - told):
                 self.events.emit("stage_empty", stage=stage, step=self.crew.furthest)
