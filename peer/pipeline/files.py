@@ -150,7 +150,10 @@ def cut_checkpoint(path: Path, manifest: Manifest, home: Home) -> None:
     done = checkpoint.state.header.revision * int(checkpoint.settings.algorithm["local_steps"])
     step = max(1, done // local_steps)
     if 0 < settings.run.rounds <= step:
-        raise CheckpointError(f"{path} would be step {step}, and the run has {settings.run.rounds}")
+        raise CheckpointError(
+            f"{path} would be step {step}, and the run has {settings.run.rounds}",
+            hint="a run goes on at the checkpoint's step: give it more --rounds",
+        )
     layout, files = FlatParameters(model), StageFiles(home.checkpoints)
     whole = layout.scatter(checkpoint.state.outer.parameters)
     moments = {kind: layout.scatter(values) for kind, values in checkpoint.inner.items() if kind != "step"}
