@@ -6,7 +6,9 @@ import safetensors.torch
 import torch
 import trio
 
+from optim.swarm.ledger import audit
 from optim.swarm.payloads import Packer, Payload
+from peer.pipeline.audit import records
 from peer.pipeline.node import PipelineNode
 from protocol.errors import RequestRefused, RoundAborted
 from tests.sim.pipelines import pipeline
@@ -189,14 +191,18 @@ async def test_whose_gradients_are_never_finite_serves_no_stage_any_more(autojum
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_gradients_that_are_not_finite_once_are_computed_again(autojump_clock, swarm_of, seed):
-    async with swarm_of(pipeline(2, STEPS), [0, 1, 1], seed=seed) as swarm:
+@pytest.mark.parametrize("assignment", [[0, 1], [0, 1, 1]])
+async def test_gradients_that_are_not_finite_once_are_computed_again(autojump_clock, swarm_of, assignment, seed):
+    async with swarm_of(pipeline(2, STEPS), assignment, seed=seed) as swarm:
         sicken(await served(swarm, swarm.peers[1]), 1)
         with trio.fail_after(300):
             await swarm.until(
                 lambda: all(peer.saved is not None and peer.saved[1].step == STEPS for peer in swarm.peers)
             )
         assert not any(peer.of("unfit") or peer.of("distrusted") for peer in swarm.peers)
+        told = records(event for peer in swarm.peers for event in peer.events)
+        samples = dict.fromkeys(range(swarm.pipeline.total), 2)
+        assert audit(told, stages=2, steps=range(STEPS), samples=samples) == []
 
 
 class NotAdmitted(RoundAborted):
