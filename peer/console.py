@@ -143,7 +143,7 @@ def describe(event: Event) -> str | None:
         case "unfit":
             return (
                 f"stage {event['stage']}: WARNING: what this node computes is not finite, or makes no sense to the "
-                "others: it serves no stage any more. Look at its memory and graphics card, and start it again"
+                "others: it serves no stage any more. Look at its memory and graphics card"
             )
         case "moved":
             return f"moved from stage {event['source']} to stage {event['target']}, where it is needed more"

@@ -82,7 +82,7 @@ class Standing:
     rate: Rate = 0.0
     """Samples per second that it leads through its stage, forwards and backwards."""
     rested: Count = 0
-    """Steps that it has made at this stage, but for those of the time in which it came there."""
+    """Steps that it has made since it came to this stage."""
     life: Count = 0
     """How often it has taken in a state, and with that dropped what it had counted."""
     leaving: bool = False

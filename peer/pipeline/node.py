@@ -232,7 +232,6 @@ class PipelineNode:
             await nursery.start(self.crew.run)
             nursery.start_soon(self._copies.run)
             nursery.start_soon(self._overview.run)
-            nursery.start_soon(self._forgive)
             task_status.started()
             nursery.start_soon(self._leave_when_asked, nursery.cancel_scope)
             if not self.founds:
@@ -290,17 +289,7 @@ class PipelineNode:
 
     def _tell_distrust(self, peer: PeerId, stage: int, reason: str) -> None:
         self.events.emit("distrusted", peer=peer, stage=stage, reason=reason)
-        self._announce_distrust()
-
-    def _announce_distrust(self) -> None:
         self.crew.announce(distrusts=self._fetcher.trust.distrusted[:MOST_DISTRUSTED])
-
-    async def _forgive(self) -> None:
-        while True:
-            changed = self.crew.changed
-            if self._fetcher.trust.forgive(self.crew.standings.keys(), trio.current_time()):
-                self._announce_distrust()
-            await changed.wait()
 
     def _tell_validation(self, step: int, loss: float) -> None:
         self.events.emit("validation", round=step, loss=loss)

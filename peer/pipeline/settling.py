@@ -62,9 +62,6 @@ class _Word:
     ledger: Ledger
 
 
-STAY = 30.0
-"""Seconds before steps count as rest from the last move: where steps are short, rates are not known after a few."""
-
 SPREAD = 2.0
 """Seconds for which a step waits until not only some server of each stage has what the stage has settled, but all."""
 
@@ -118,13 +115,11 @@ class StageSteps:
         self._compute, self._rate, self._tell_event = compute, rate, tell_event
         self._settlement: Settlement | None = None
         self._squares: Squares | None = None  # of our stage's gradient in a step
-        self._begun = 0.0
         self._failed: Counter[PeerId] = Counter()
         """How often in a row what a server was to bring to the mean has not come."""
 
     def begin(self) -> None:
         """Tells the others that we serve the stage, from a state that was just taken in."""
-        self._begun = trio.current_time()
         self._announce(ready=True, life=self._crew.own.life + 1)
 
     def tell(self) -> None:
@@ -173,8 +168,7 @@ class StageSteps:
         if self._settlement is not None:
             self._tell_event("stage_step", self._server.step - 1, self._settlement.ledgers)
             self._settlement = None
-        has_stayed = trio.current_time() - self._begun >= STAY
-        self._crew.announce(missing=(), rested=self._crew.own.rested + has_stayed)
+        self._crew.announce(missing=(), rested=self._crew.own.rested + 1)
         self.tell()
 
     def _adds_tied(self) -> bool:

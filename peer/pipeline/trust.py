@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 
 import attrs
@@ -18,10 +18,6 @@ OFFENCES = 3
 """How often a peer may send what makes no sense before nothing is asked of it any more."""
 
 
-FORGIVEN = 60.0
-"""Seconds for which a peer must have been away before its offences are forgotten: it may have been mended."""
-
-
 @attrs.frozen(eq=False)
 class Trust:
     """Counts what peers have sent that made no sense. Connections are authenticated, so it was they who did.
@@ -32,7 +28,6 @@ class Trust:
 
     tell: Callable[[PeerId, int, str], None]
     _offences: dict[PeerId, int] = attrs.field(factory=dict, init=False)
-    _away: dict[PeerId, float] = attrs.field(factory=dict, init=False)
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether a peer may be asked for something."""
@@ -48,20 +43,6 @@ class Trust:
         self._offences[peer] = self._offences.get(peer, 0) + 1
         if self._offences[peer] == OFFENCES:
             self.tell(peer, stage, reason)
-
-    def forgive(self, there: Collection[PeerId], now: float) -> bool:
-        """Forgets the offences of those who come back after some time; to be called whenever somebody comes or goes.
-
-        Returns:
-            Whether anybody was distrusted of whom that is true.
-        """
-        before = self.distrusted
-        for peer in list(self._offences):
-            if peer not in there:
-                self._away.setdefault(peer, now)
-            elif now - self._away.pop(peer, now) >= FORGIVEN:
-                del self._offences[peer]
-        return self.distrusted != before
 
     def distrust(self, peer: PeerId, stage: int, reason: str) -> None:
         """A peer has sent what makes no sense so often that it is asked for nothing any more."""

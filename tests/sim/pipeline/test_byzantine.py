@@ -10,7 +10,6 @@ from optim.swarm.ledger import audit
 from optim.swarm.payloads import Packer, Payload
 from peer.pipeline.audit import records
 from peer.pipeline.node import PipelineNode
-from peer.pipeline.trust import FORGIVEN
 from protocol.errors import RequestRefused, RoundAborted
 from tests.sim.pipelines import pipeline
 
@@ -228,24 +227,6 @@ async def test_who_never_brings_what_it_has_counted_is_shunned(autojump_clock, s
             await swarm.until(lambda: all(peer.node.crew.is_shunned(liar.id) for peer in others))
             before = max(made(peer) for peer in others)
             await swarm.until(lambda: min(made(peer) for peer in others) >= before + 5)
-
-
-@pytest.mark.parametrize(("seconds", "forgiven"), [(FORGIVEN / 2, False), (FORGIVEN + 10, True)])
-async def test_who_comes_back_after_some_time_is_heeded_again(autojump_clock, swarm_of, seconds, forgiven):
-    async with swarm_of(pipeline(2, 0), [0, 1, 1, 1], seed=0) as swarm:
-        sick, others = swarm.peers[1], [swarm.peers[0], *swarm.peers[2:]]
-        with trio.fail_after(600):
-            await served(swarm, sick)
-            for peer in others:
-                peer.node._fetcher.trust.distrust(sick.id, 1, "nonsense")
-            await swarm.until(lambda: sick.of("unfit"))
-            swarm.network.partition([sick.host], [peer.host for peer in others])
-            await swarm.until(lambda: all(sick.id not in peer.node.crew.standings for peer in others))
-            await trio.sleep(seconds)
-            swarm.network.heal()
-            await swarm.until(lambda: all(sick.id in peer.node.crew.standings for peer in others))
-            await trio.sleep(5)
-        assert {peer.node.crew.is_shunned(sick.id) for peer in others} == {not forgiven}
 
 
 @pytest.mark.parametrize("seed", range(3))
