@@ -34,6 +34,7 @@ from peer.keys import RunKeys
 from peer.manifest import Manifest, kept_manifest
 from peer.membership import NEAR, Membership
 from peer.node import Compute, Node, in_worker_thread
+from peer.partial import Partial
 from peer.pipeline.ending import HANDOVER
 from peer.pipeline.files import cut_checkpoint
 from peer.pipeline.messages import Standing
@@ -366,6 +367,7 @@ class _Daemon:
             trainer=trainer,
             founder=manifest.founder_id,
             checkpoints=self._home.checkpoints,
+            partial=Partial(self._home.partial, run=manifest.run_id, compute=self._compute),
             events=self._events,
             compute=self._compute,
             linger=self._config.linger,

@@ -5,7 +5,8 @@
     manifest.toml  the run that this home belongs to   book.json      peers that were met, to find back
     checkpoints/   the latest states                   crash.log      tracebacks of bugs
     rotation       what `shoal rotate-key` orders      rotated.json   the swarm key since it was rotated
-    port           where the last daemon listened     lock           held by the daemon that uses it
+    port           where the last daemon listened     partial        what has come of a state being fetched
+    lock           held by the daemon that uses it
 
 One daemon at a time uses a home. The lock is the kernel's (flock): it cannot outlive its process.
 """
@@ -50,8 +51,8 @@ class Home:
     """The home at `path`; the directory is created with mode 0700 if it is not there, unless `create` is False.
 
     Attributes:
-        path, checkpoints, status, manifest, book, port, ticket, rotation, rotated, crash_log: Where things are. Only
-            `path` and the directory `checkpoints` are sure to exist.
+        path, checkpoints, partial, status, manifest, book, port, ticket, rotation, rotated, crash_log: Where things
+            are. Only `path` and the directory `checkpoints` are sure to exist.
 
     Raises:
         HomeError: It cannot be created, is no directory, belongs to somebody else, or others may write to it.
@@ -60,6 +61,7 @@ class Home:
     def __init__(self, path: Path | str, *, create: bool = True) -> None:
         self.path = Path(path).expanduser().absolute()
         self.checkpoints = self.path / "checkpoints"
+        self.partial = self.path / "partial"
         self.status = self.path / "status.json"
         self.manifest = self.path / "manifest.toml"
         self.book = self.path / "book.json"

@@ -26,9 +26,10 @@ from peer.history import History, Rules
 from peer.home import CheckpointError
 from peer.membership import Member, Membership
 from peer.pace import Speed, pace
+from peer.partial import Partial
 from peer.settings import Settings
 from peer.state import CommittedState, byte_length
-from peer.sync import HISTORY_RATE, Donor, Partial, SyncFailed, fetch_history, fetch_state
+from peer.sync import HISTORY_RATE, Donor, SyncFailed, fetch_history, fetch_state
 from peer.trainer import Contribution, StepInfo, Trainer
 from protocol.collective import Outcome, Reduced
 from protocol.endpoint import Endpoint
@@ -85,11 +86,12 @@ class Node:
     trainer: Trainer
     founder: PeerId
     checkpoints: Path
+    partial: Partial
+    """What there is of a state that we have begun to fetch."""
     events: EventLog
     compute: Compute = in_worker_thread
     linger: float = 0.0
     """Seconds to stay after the last round at least, for newcomers."""
-    _partial: Partial = attrs.field(factory=Partial, init=False)
     _guard: DivergenceGuard = attrs.field(factory=DivergenceGuard, init=False)
     _speed: Speed = attrs.field(factory=Speed, init=False)
     _outwaited: set[PeerId] = attrs.field(factory=set, init=False)
@@ -354,7 +356,7 @@ class Node:
             outer = await self.compute(self.trainer.commit, state.outer, outcome, revision)
         committed = await self.compute(_committed, state, outer, outcome, self.trainer.is_own(revision))
         await self._stand_at(committed, active=not (fetched and self._late))
-        self._partial.clear()  # nearly all of it has changed meanwhile
+        self.partial.clear()  # nearly all of it has changed meanwhile
         self.events.emit(
             "round_committed",
             round=revision,
@@ -425,7 +427,7 @@ class Node:
                         elements=self.trainer.flat.length,
                         buffers=self.trainer.buffers,
                         progress=count,
-                        earlier=self._partial,
+                        earlier=self.partial,
                         own=own,
                     )
             except SyncFailed as error:

@@ -17,13 +17,13 @@ from typing import Annotated
 
 import attrs
 import msgspec
-import torch
 import trio
 
 from optim import OuterState
 from peer.chain import Header, Tip
 from peer.finding import ManifestReply, ManifestRequest
 from peer.history import KEPT_BYTES, MAX_KNOWN, History, Rules, verified
+from peer.partial import Partial
 from peer.state import CommittedState, byte_length, read_range, tensors
 from protocol import merkle
 from protocol.courtesy import Courtesy
@@ -301,21 +301,6 @@ async def fetch_history(
     return await compute(partial(verified, ours, reply.start.header(run), bytes(data), tip, rules))
 
 
-@attrs.define(eq=False)
-class Partial:
-    """Ranges that were received for a state that was not completed. Whatever is fetched next need not fetch them anew,
-    if they are the same there."""
-
-    outer: OuterState | None = None
-    hashes: dict[int, bytes] = attrs.field(factory=dict)
-    """Of the ranges that are there, by number."""
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self.outer = None
-        self.hashes.clear()
-
-
 async def fetch_state(
     endpoint: Endpoint,
     run: bytes,
@@ -350,9 +335,7 @@ async def fetch_state(
     donors = [first] if own else donors
     gave = {first}
     earlier = Partial() if earlier is None else earlier
-    if earlier.outer is None:
-        earlier.outer = OuterState(torch.empty(elements), {name: torch.empty(elements) for name in buffers})
-    outer, hashes = earlier.outer, earlier.hashes
+    outer, hashes = await earlier.begin(elements, buffers, leaves), earlier.hashes
     ranges = _Ranges(number for number, leaf in enumerate(leaves) if hashes.get(number) != leaf)
     in_flight = Counter(donors)
 
@@ -374,6 +357,8 @@ async def fetch_state(
             if trio.current_time() - begun < QUICK and in_flight[donor] < IN_FLIGHT:
                 in_flight[donor] += 1
                 nursery.start_soon(fetch_from, donor)
+            if ranges.unfinished:
+                await earlier.keep(leaf)
 
     async with trio.open_nursery() as nursery:
         for donor in donors:

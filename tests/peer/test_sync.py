@@ -6,6 +6,7 @@ import trio
 from optim import OuterState
 from peer.finding import fetch_manifest
 from peer.history import KEPT_BYTES, Rules
+from peer.partial import Partial
 from peer.state import CommittedState
 from peer.sync import (
     IN_USE,
@@ -16,7 +17,6 @@ from peer.sync import (
     HeaderClaim,
     HistoryReply,
     HistoryRequest,
-    Partial,
     RangeReply,
     RangeRequest,
     SyncFailed,
