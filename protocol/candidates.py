@@ -74,6 +74,17 @@ def total_length(fit: Mapping[PeerId, Candidate], kind: Kind) -> int:
     return sum(candidate.length for candidate in fit.values()) if kind.operation == "gather" else kind.length
 
 
+def believed(
+    candidates: Mapping[PeerId, Candidate], members: Iterable[PeerId], refusals: Mapping[PeerId, int]
+) -> dict[PeerId, tuple[Holding, ...]]:
+    """What members hold of attempts that failed, as they say.
+
+    Whoever has refused a plan, perhaps since it does not hold what it said it did, is asked again but believed no more:
+    with each plan that relies on a lie, the others overwrite what they do hold.
+    """
+    return {peer: candidates[peer].holdings for peer in members if not refusals.get(peer)}
+
+
 def next_attempt(candidates: Collection[Candidate], last: int) -> int | None:
     """The lowest attempt after the last one that as many candidates as possible can follow; None if nobody can.
 

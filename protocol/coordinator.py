@@ -24,7 +24,7 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, gt
 
-from protocol.candidates import Candidate, brought, kind_of, most_common, next_attempt, total_length
+from protocol.candidates import Candidate, believed, brought, kind_of, most_common, next_attempt, total_length
 from protocol.codecs import block_of, encoded_size
 from protocol.collective import Window
 from protocol.identity import PeerId
@@ -429,7 +429,7 @@ class Coordinator:
         operation, length = kind.operation, total_length(fit, kind)
         lines = self._lines(fit, kind, length)
         members = lines.members
-        holdings = {peer: fit[peer].holdings for peer in members if operation == "reduce"}
+        holdings = believed(fit, members, self._refusals) if operation == "reduce" else {}
         sources, salvaged = salvage(members, holdings, length, self._max_weight, block_of(kind.codec))
         self._attempt = attempt
         simplest = Plan(

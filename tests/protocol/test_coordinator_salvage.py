@@ -37,6 +37,24 @@ def test_who_has_accepted_no_plan_holds_nothing(heard):
     assert bool(plan.sources) == bool(plan.salvaged) == (heard != NO_BALLOT)
 
 
+@pytest.mark.parametrize("promised", [Ballot(1, 0, B), Ballot(2, 0, D)])
+def test_who_refuses_is_believed_no_more_what_it_holds(promised):
+    """Else others would overwrite what they do hold each time that it lies."""
+    table = Table(live=[US, A, B])
+    made_up = (Holding(Source(bytes([7] * 32), (A, D), (1.0, 1.0)), (Span(0, 3),)),)
+    table.ready(US, B)
+    table.core.ready(A, Candidate(1.0, 4, BASE, frozenset(), made_up), Ballot(1, 0, B))
+    table.poll()
+    first = table.plan
+    assert first.salvaged
+    table.accept(US, B)
+    table.holdings = {A: made_up, US: held(first, (0, 2))}
+    table.core.rejected(A, first.ballot, promised)
+    second = sent(table.poll(), Propose)[US].plan
+    assert A in second.members  # it may have promised something to another one
+    assert {source.plan for source in second.sources} == {first.id}
+
+
 def test_members_that_do_not_halt_are_waited_for_no_longer_than_reports():
     table = Table()
     first = table.start(US, A, B)
